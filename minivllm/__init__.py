@@ -1,0 +1,25 @@
+"vLLM's core, rebuilt as a book that runs"
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "LLM": "minivllm.llm",
+    "LLMEngine": "minivllm.engine.llm_engine",
+    "SamplingParams": "minivllm.sampling_params",
+    "RequestOutput": "minivllm.outputs",
+    "CompletionOutput": "minivllm.outputs",
+}
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name):
+    "Import the public names on first use, so that `import minivllm` alone doesn't import torch"
+    if name in _EXPORTS:
+        from importlib import import_module
+        value = getattr(import_module(_EXPORTS[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'minivllm' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted(__all__)

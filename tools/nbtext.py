@@ -29,6 +29,13 @@ def parse(text):
     return [(KINDS[k], s.strip("\n")) for k, s in zip(parts[1::2], parts[2::2])]
 
 
+def new_id(source, used):
+    "An id that depends on the source alone, so that writing the same text twice gives the same notebook"
+    n = 0
+    while (cell_id := hashlib.sha1(f"{n}{source}".encode()).hexdigest()[:8]) in used: n += 1
+    return cell_id
+
+
 def to_nb(text, path):
     "Write the notebook at `path` from `text`, keeping the ids and outputs of cells that did not change"
     path, old = Path(path), {}
@@ -37,11 +44,10 @@ def to_nb(text, path):
     cells, used = [], set()
     for kind, source in parse(text):
         kept = old.get((kind, source))
-        cell = kept.pop(0) if kept else (nbformat.v4.new_markdown_cell if kind == "markdown" else nbformat.v4.new_code_cell)(source)
-        if not kept and cell.id in used or kept is None or cell.id in used:
-            base = hashlib.sha1(source.encode()).hexdigest(); n = 0
-            while (cell_id := hashlib.sha1(f"{base}{n}".encode()).hexdigest()[:8]) in used: n += 1
-            cell.id = cell_id
+        if kept: cell = kept.pop(0)
+        else:
+            cell = nbformat.v4.new_markdown_cell(source) if kind == "markdown" else nbformat.v4.new_code_cell(source)
+            cell.id = new_id(source, used)
         used.add(cell.id)
         cell.metadata = {}
         cells.append(cell)

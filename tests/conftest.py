@@ -1,0 +1,14 @@
+"What all tests share"
+import os
+
+import pytest
+
+# the tests are many and their models tiny: threads would only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder():
+    "The demo model's folder, fetched on first use"
+    from minivllm.demo import demo_model
+    return demo_model(progress=False)

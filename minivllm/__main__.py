@@ -3,4 +3,5 @@ import sys
 
 from minivllm.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # a spawned process imports this file again, under another name
+    sys.exit(main())

@@ -8,7 +8,7 @@ __all__ = ['si', 'Timing', 'host_clock', 'device_clock', 'measure', 'Comparison'
            'source_hash', 'results_dir', 'save_result', 'Result', 'load_result', 'caption', 'stale_results', 'gpu_here',
            'peak_rss']
 
-# %% ../nbs/00_bench.ipynb #88cfe5d7
+# %% ../nbs/00_bench.ipynb #97446199
 import ast
 import hashlib
 import inspect
@@ -22,13 +22,12 @@ import textwrap
 import time
 from dataclasses import dataclass
 from datetime import date
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import torch
-import triton
 
 # %% ../nbs/00_bench.ipynb #75dd267c
 def si(
@@ -63,7 +62,7 @@ class Timing:
         spread = f"{si(self.p10, 's')} to {si(self.p90, 's')}"
         return f"{si(self.median, 's')} (80% within {spread}, n={self.n})"
 
-# %% ../nbs/00_bench.ipynb #44ac7535
+# %% ../nbs/00_bench.ipynb #7626c3dd
 def host_clock(fn, before=lambda: None):
     "Seconds of one call on the host's clock; `before` runs first and is not counted"
     before()
@@ -73,9 +72,10 @@ def host_clock(fn, before=lambda: None):
 
 
 def device_clock(fn, before=lambda: None):
-    "Seconds of one call between two events in the GPU's stream"
+    "Seconds that the GPU spends on one call: the time between two events in its stream"
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()  # an empty queue: each call starts from the same state
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000)  # cycles; meanwhile the host queues all that follows
     before()
     start.record()
     fn()
@@ -107,13 +107,13 @@ def _take_turns(functions, *, warmup, repeat, device, seconds, cold):
             taken.append(clock(fn, evict))
     return samples
 
-# %% ../nbs/00_bench.ipynb #43d8ce00
+# %% ../nbs/00_bench.ipynb #f19d7920
 def measure(
     fn,              # called without arguments; its result is thrown away
     *,
     warmup=10,       # calls before the clock counts
     repeat=100,      # timed calls
-    device="cpu",    # "cpu": the host's clock; "cuda": events in the GPU's stream
+    device="cpu",    # "cpu": the host's clock; "cuda": the GPU's time by events
     seconds=None,    # end warm-up and timing after this long each (at least 3 timed calls)
     cold=False,      # overwrite 256 MiB before every call, so that its data is in no cache
 ) -> Timing:
@@ -160,17 +160,17 @@ def compare(
         rows.append({"name": name, **vars(Timing.of(taken)), "ratio": ratio})
     return rows
 
-# %% ../nbs/00_bench.ipynb #7e346748
+# %% ../nbs/00_bench.ipynb #80c02a1f
 def read_bandwidth(device="cpu") -> float:  # bytes per second
     "How fast memory is read: the sum over a buffer that fits in no cache"
-    nbytes = 2 << 30 if torch.device(device).type == "cuda" else 256 << 20
-    x = torch.ones(nbytes // 4, device=device)
+    nbytes = 4 << 30 if torch.device(device).type == "cuda" else 256 << 20
+    x = torch.ones(nbytes // 8, dtype=torch.float64, device=device)  # GPUs read fastest for this
     return nbytes / measure(x.sum, warmup=3, repeat=30, device=device, seconds=1).median
 
 
 def copy_bandwidth(device="cpu") -> float:  # bytes per second, read plus written
     "How fast memory is read and written at once: the copy of a buffer that fits in no cache"
-    nbytes = 1 << 30 if torch.device(device).type == "cuda" else 128 << 20
+    nbytes = 2 << 30 if torch.device(device).type == "cuda" else 128 << 20
     x = torch.ones(nbytes // 4, device=device)
     y = torch.ones_like(x)
     timing = measure(lambda: y.copy_(x), warmup=3, repeat=30, device=device, seconds=1)
@@ -228,7 +228,7 @@ def host_loop_seconds() -> float:  # seconds, the best of five
 
     return min(host_clock(loop) for _ in range(5))
 
-# %% ../nbs/00_bench.ipynb #4aa692d0
+# %% ../nbs/00_bench.ipynb #b5747a70
 def _output(*command):
     "What a command prints; empty where it cannot run"
     try:
@@ -246,6 +246,14 @@ def _commit():
     return os.environ.get("MINIVLLM_COMMIT") or head + ("+" if edited else "")  # a copy has no .git
 
 
+def _version(package):
+    "The installed version, without importing the package; empty if there is none"
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def _cpu_name():
     "The processor's model name"
     try:
@@ -253,7 +261,7 @@ def _cpu_name():
     except (OSError, TypeError):  # not Linux, or a processor that doesn't say
         return platform.processor() or platform.machine()
 
-# %% ../nbs/00_bench.ipynb #7695caf7
+# %% ../nbs/00_bench.ipynb #d6e2cd76
 def machine() -> dict:
     "What a number depends on besides the code"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
@@ -265,7 +273,7 @@ def machine() -> dict:
         "cpu_threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": _version("triton"),
         "date": date.today().isoformat(),
         "commit": _commit(),
         "host_loop_seconds": host_loop_seconds(),
@@ -415,13 +423,14 @@ def load_result(
     stale = _stale(stored["functions"], name, functions)
     return Result(name, stored["rows"], stored["machine"], stale)
 
-# %% ../nbs/00_bench.ipynb #abfb255f
+# %% ../nbs/00_bench.ipynb #5dd06487
 def caption(result) -> str:
     "One line on where numbers come from, to print with every figure or table of stored data"
     if result is None:
         return "Not measured yet."
     about = result.machine
-    cpu = f"{about['cpu']}, {about['cpu_threads']} threads"
+    threads = about["cpu_threads"]
+    cpu = f"{about['cpu']} with {threads} thread{'s' if threads > 1 else ''}"
     where = f"one {about['gpu']}" if about["gpu"] else cpu
     facts = [where, f"torch {about['torch'].split('+')[0]}", about["date"]]
     if about["commit"]:

@@ -4,6 +4,7 @@ import importlib
 import json
 import linecache
 import platform
+import subprocess
 import sys
 import textwrap
 
@@ -239,3 +240,9 @@ def test_gpu_guard_says_what_stands_in(tmp_path, monkeypatch, capsys):
 def test_gauges():
     assert 1e-5 < bench.host_loop_seconds() < 1
     assert 50e6 < bench.peak_rss() < 1e12
+
+
+def test_importing_it_leaves_triton_alone():
+    # TRITON_INTERPRET has to be set before triton is imported, and notebooks import this module first
+    code = "import sys, minivllm.bench, minivllm.viz; print('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

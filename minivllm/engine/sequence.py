@@ -11,87 +11,103 @@ from enum import Enum, auto
 
 from ..sampling_params import SamplingParams
 
-# %% ../../nbs/25_engine.sequence.ipynb #48b34873
+# %% ../../nbs/25_engine.sequence.ipynb #45a45c1b
 class SequenceStatus(Enum):
-    "Where a sequence is in its life; preemption goes from RUNNING back to WAITING"
+    "Where a sequence is in its life; preemption leads from RUNNING back to WAITING"
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
 
-
+# %% ../../nbs/25_engine.sequence.ipynb #f9204ddc
 class Sequence:
-    "The tokens of one request and what the engine knows about them"
+    "The tokens of one request, and what the engine knows about them"
+
     def __init__(
         self,
-        seq_id: int,  # unique in its engine, in order of arrival
-        token_ids: list[int],  # the prompt; copied
+        seq_id: int,                            # unique in its engine, in order of arrival
+        token_ids: list[int],                   # the prompt; copied
         sampling_params: SamplingParams,
-        block_size: int,  # tokens of a KV block
-        stop_token_ids: frozenset = frozenset(),  # the sequence ends after any of these
-        seed: int = 0,  # of its random numbers
+        block_size: int,                        # tokens of a KV block
+        stop_token_ids: frozenset = frozenset(),  # it ends after any of these
+        seed: int = 0,                          # of its random numbers
     ):
         self.seq_id = seq_id
         self.token_ids = list(token_ids)
+        if not self.token_ids:
+            raise ValueError("the prompt is empty: there is no token to compute logits from")
         self.num_prompt_tokens = len(self.token_ids)
         self.sampling_params = sampling_params
         self.block_size = block_size
         self.stop_token_ids = stop_token_ids
         self.seed = seed
+        # at this length it ends; the scheduler lowers it where model or memory end earlier
+        self.max_num_tokens = self.num_prompt_tokens + sampling_params.max_tokens
         self.status = SequenceStatus.WAITING
-        self.finish_reason = None  # "stop", "length", "abort" or "error", once finished
-        self.stop_reason = None  # the token id that ended it, if one did
-        self.num_computed_tokens = 0  # tokens whose K/V is in the cache
-        self.num_cached_tokens = 0  # of these, how many were found there when it was first admitted
-        self.admission = -1  # number of its latest admission; the highest is preempted first
-        self.block_table = array("i")  # physical block of each logical block, in order
-        self.block_hashes = []  # of the full blocks, as far as they have been asked for
+        self.finish_reason = None         # "stop", "length", "abort" or "error", once finished
+        self.stop_reason = None           # the token that ended it, if the request named that one
+        self.num_computed_tokens = 0      # tokens whose K/V is in its blocks
+        self.num_cached_tokens = 0        # of these, found there when it was first admitted
+        self.admission = -1               # number of its latest admission
+        self.block_table = array("i")     # the physical block of each logical one
+        self.block_hashes = []            # of its full blocks, as far as they were asked for
 
-    def __len__(self): return len(self.token_ids)
+    def __len__(self):
+        return len(self.token_ids)
 
     def __repr__(self):
-        return f"Sequence({self.seq_id}, {self.status.name}, {self.num_computed_tokens}/{len(self)} tokens computed)"
+        progress = f"{self.num_computed_tokens}/{self.num_tokens} tokens computed"
+        return f"Sequence({self.seq_id}, {self.status.name}, {progress})"
 
     @property
     def num_tokens(self) -> int:
-        "Prompt and output tokens so far"
+        "Prompt and output together"
         return len(self.token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        "Tokens whose K/V is still to be computed: 1 is a decode, more is (the rest of) a prompt"
+        "Tokens whose K/V is still to be computed: 1 is a decode, more are (the rest of) a prompt"
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def num_output_tokens(self) -> int: return len(self.token_ids) - self.num_prompt_tokens
+    def num_output_tokens(self) -> int:
+        "Tokens sampled so far"
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def output_token_ids(self) -> list[int]: return self.token_ids[self.num_prompt_tokens:]
+    def output_token_ids(self) -> list[int]:
+        "The tokens sampled so far"
+        return self.token_ids[self.num_prompt_tokens :]
 
     @property
-    def is_finished(self) -> bool: return self.status is SequenceStatus.FINISHED
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
 
     @property
     def num_blocks(self) -> int:
-        "Blocks that hold all its tokens: a full last block counts once"
+        "Blocks that hold all its tokens"
         return -(-len(self.token_ids) // self.block_size)
 
     @property
     def last_block_num_tokens(self) -> int:
-        "Tokens in the last block, `1..block_size`"
+        "Tokens in its last block, `1..block_size`: a full one has `block_size`, not 0"
         return len(self.token_ids) - (self.num_blocks - 1) * self.block_size
 
     def block(
         self,
-        i: int,  # logical block
-    ) -> list[int]:
-        "The token ids of block `i`"
-        if not 0 <= i < self.num_blocks: raise IndexError(f"block {i} of a sequence with {self.num_blocks} blocks")
-        return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
+        i: int,        # logical block
+    ) -> list[int]:    # `block_size` token ids, or fewer in the last block
+        "The tokens of block `i`"
+        start = i * self.block_size
+        if not 0 <= start < len(self.token_ids):
+            raise IndexError(f"block {i} of a sequence with {self.num_blocks} blocks")
+        return self.token_ids[start : start + self.block_size]
 
     def append_token(self, token_id: int):
-        "A sampled token; its own K/V is computed in a later step"
+        "Add a sampled token; its own K/V is computed by the next step"
         self.token_ids.append(token_id)
 
     def finish(self, reason: str, stop_reason: int | None = None):
-        "End of the line"
-        self.status, self.finish_reason, self.stop_reason = SequenceStatus.FINISHED, reason, stop_reason
+        "The end of its life"
+        self.status = SequenceStatus.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason

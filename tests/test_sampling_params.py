@@ -1,4 +1,5 @@
 "What a user may ask of one request: ranges, names, messages"
+
 import copy
 import dataclasses
 import math
@@ -28,15 +29,27 @@ VALID = {
 }
 NOT_NUMBERS = st.none() | st.booleans() | st.text() | st.just(math.nan) | st.just([1]) | st.just(1j)
 INVALID = {
-    "temperature": NOT_NUMBERS | st.floats(max_value=0, exclude_max=True) | st.just(math.inf) | st.floats(3.5e38, 1e300),
+    "temperature": NOT_NUMBERS
+    | st.floats(max_value=0, exclude_max=True)
+    | st.just(math.inf)
+    | st.floats(3.5e38, 1e300),
     "top_p": NOT_NUMBERS | st.floats(max_value=0) | st.floats(min_value=1, exclude_min=True),
     "top_k": NOT_NUMBERS | st.integers(max_value=-2) | finite,
-    "min_p": NOT_NUMBERS | st.floats(max_value=0, exclude_max=True) | st.floats(min_value=1, exclude_min=True),
+    "min_p": NOT_NUMBERS
+    | st.floats(max_value=0, exclude_max=True)
+    | st.floats(min_value=1, exclude_min=True),
     "max_tokens": NOT_NUMBERS | st.integers(max_value=0) | finite,
-    "stop_token_ids": st.integers() | st.text() | st.lists(st.integers(max_value=-1), min_size=1) | st.just([1.5])
+    "stop_token_ids": st.integers()
+    | st.text()
+    | st.lists(st.integers(max_value=-1), min_size=1)
+    | st.just([1.5])
     | st.just({5: 1}),
     "ignore_eos": st.none() | st.integers() | st.text(),
-    "seed": st.text() | st.booleans() | st.integers(max_value=-1) | st.integers(min_value=2**63) | finite,
+    "seed": st.text()
+    | st.booleans()
+    | st.integers(max_value=-1)
+    | st.integers(min_value=2**63)
+    | finite,
     "skip_special_tokens": st.none() | st.integers() | st.text(),
 }
 
@@ -45,7 +58,9 @@ INVALID = {
 def test_valid_values_are_stored(options):
     params = SamplingParams(**options)
     for name, value in options.items():
-        assert getattr(params, name) == ([] if name == "stop_token_ids" and value is None else value)
+        assert getattr(params, name) == (
+            [] if name == "stop_token_ids" and value is None else value
+        )
 
 
 @pytest.mark.parametrize("name", INVALID)
@@ -55,7 +70,10 @@ def test_invalid_values_are_refused(name):
     @given(INVALID[name])
     def check(value):
         before = getattr(params, name)
-        for action in (lambda: SamplingParams(**{name: value}), lambda: setattr(params, name, value)):
+        for action in (
+            lambda: SamplingParams(**{name: value}),
+            lambda: setattr(params, name, value),
+        ):
             with pytest.raises(ValueError, match=f"^{name}=.*: must be "):
                 action()
         assert getattr(params, name) == before
@@ -64,19 +82,30 @@ def test_invalid_values_are_refused(name):
 
 
 def test_every_option_is_covered():
-    assert set(VALID) == set(INVALID) == {field.name for field in dataclasses.fields(SamplingParams)}
+    assert (
+        set(VALID) == set(INVALID) == {field.name for field in dataclasses.fields(SamplingParams)}
+    )
 
 
 def test_defaults_are_vllms():
     assert SamplingParams() == SamplingParams(
-        temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=16, stop_token_ids=[], ignore_eos=False, seed=None,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        max_tokens=16,
+        stop_token_ids=[],
+        ignore_eos=False,
+        seed=None,
         skip_special_tokens=True,
     )
 
 
 @pytest.mark.parametrize("max_tokens", [0, -1, 1.5, None, "5", True])
 def test_max_tokens_below_one(max_tokens):
-    with pytest.raises(ValueError, match=f"max_tokens={max_tokens!r}: must be an integer, at least 1"):
+    with pytest.raises(
+        ValueError, match=f"max_tokens={max_tokens!r}: must be an integer, at least 1"
+    ):
         SamplingParams(max_tokens=max_tokens)
 
 
@@ -87,11 +116,19 @@ def test_message_names_value_range_and_option():
         SamplingParams(temperature=-0.1)
 
 
-@pytest.mark.parametrize("typo, meant", [
-    ("tempature", "temperature"), ("topp", "top_p"), ("max_new_tokens", "max_tokens"), ("stop", "stop_token_ids"),
-])
+@pytest.mark.parametrize(
+    "typo, meant",
+    [
+        ("tempature", "temperature"),
+        ("topp", "top_p"),
+        ("max_new_tokens", "max_tokens"),
+        ("stop", "stop_token_ids"),
+    ],
+)
 def test_unknown_option_suggests_the_nearest(typo, meant):
-    with pytest.raises(TypeError, match=rf"SamplingParams\(\) has no option '{typo}'; did you mean '{meant}'\?"):
+    with pytest.raises(
+        TypeError, match=rf"SamplingParams\(\) has no option '{typo}'; did you mean '{meant}'\?"
+    ):
         SamplingParams(**{typo: 0})
     with pytest.raises(AttributeError, match=f"no option '{typo}'; did you mean '{meant}'"):
         setattr(SamplingParams(), typo, 0)
@@ -116,21 +153,40 @@ def test_lists_are_copied():
 
 
 def test_numbers_become_plain():
-    params = SamplingParams(temperature=np.float32(0.5), top_p=Fraction(1, 2), seed=np.int64(3), top_k=np.int32(4))
-    assert [type(x) for x in (params.temperature, params.top_p, params.seed, params.top_k)] == [float, float, int, int]
+    params = SamplingParams(
+        temperature=np.float32(0.5), top_p=Fraction(1, 2), seed=np.int64(3), top_k=np.int32(4)
+    )
+    assert [type(x) for x in (params.temperature, params.top_p, params.seed, params.top_k)] == [
+        float,
+        float,
+        int,
+        int,
+    ]
 
 
 def test_copies():
     params = SamplingParams(temperature=0.5, stop_token_ids=[1])
-    for other in (copy.copy(params), copy.deepcopy(params), pickle.loads(pickle.dumps(params)), dataclasses.replace(params)):
+    for other in (
+        copy.copy(params),
+        copy.deepcopy(params),
+        pickle.loads(pickle.dumps(params)),
+        dataclasses.replace(params),
+    ):
         assert other == params
     with pytest.raises(ValueError, match="max_tokens=0"):
         dataclasses.replace(params, max_tokens=0)
 
 
-@pytest.mark.parametrize("options, greedy", [
-    ({}, False), ({"temperature": 0}, True), ({"top_k": 1}, True), ({"temperature": 1e-6}, False), ({"top_k": 2}, False),
-])
+@pytest.mark.parametrize(
+    "options, greedy",
+    [
+        ({}, False),
+        ({"temperature": 0}, True),
+        ({"top_k": 1}, True),
+        ({"temperature": 1e-6}, False),
+        ({"top_k": 2}, False),
+    ],
+)
 def test_greedy(options, greedy):
     assert SamplingParams(**options).greedy is greedy
 
@@ -142,9 +198,14 @@ def test_check_option_names_keeps_the_function():
             "Make one"
             self.max_model_len = max_model_len
 
-    assert Engine("tiny", max_model_len=5).max_model_len == 5 and Engine(model="tiny").max_model_len is None
+    assert (
+        Engine("tiny", max_model_len=5).max_model_len == 5
+        and Engine(model="tiny").max_model_len is None
+    )
     assert Engine.__init__.__doc__ == "Make one"
-    with pytest.raises(TypeError, match="Engine.*no option 'max_model_length'; did you mean 'max_model_len'"):
+    with pytest.raises(
+        TypeError, match="Engine.*no option 'max_model_length'; did you mean 'max_model_len'"
+    ):
         Engine("tiny", max_model_length=128)
     with pytest.raises(TypeError, match="options: model, max_model_len"):
         Engine("tiny", quantisation=4)

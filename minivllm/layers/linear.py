@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MIN_ONEDNN_SIZE', 'PACK_FOR_ROWS', 'uses_onednn', 'linear', 'refuse_packed', 'packed', 'pack_weights', 'copy_shard',
-           'load_whole', 'LinearBase', 'ReplicatedLinear', 'ColumnParallelLinear', 'MergedColumnParallelLinear',
-           'QKVParallelLinear', 'RowParallelLinear']
+           'load_whole', 'LinearBase', 'ReplicatedLinear', 'ColumnParallelLinear', 'RowParallelLinear',
+           'MergedColumnParallelLinear', 'QKVParallelLinear']
 
 # %% ../../nbs/07_layers.linear.ipynb #2038cbb5
 import torch
@@ -42,13 +42,13 @@ def linear(
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
-# %% ../../nbs/07_layers.linear.ipynb #f9a2a486
+# %% ../../nbs/07_layers.linear.ipynb #0fecad3e
 PACK_FOR_ROWS = 8  # rows of the product that oneDNN is asked to favour
 
 
 def refuse_packed(param, loaded, *shard_id):
     "The weight loader of a packed weight"
-    raise ValueError("the weight is packed already: load the checkpoint first, then call pack_weights")
+    raise ValueError("the weight is packed already: load the checkpoint, then call pack_weights")
 
 
 def packed(weight: nn.Parameter) -> nn.Parameter:
@@ -62,7 +62,7 @@ def packed(weight: nn.Parameter) -> nn.Parameter:
 
 
 def pack_weights(model: nn.Module):
-    "After loading: give every layer with a `pack_weight` method its fastest layout on this device"
+    "After loading: give each layer that has a `pack_weight` method the layout for this device"
     for module in model.modules():
         if hasattr(module, "pack_weight"):
             module.pack_weight()
@@ -143,6 +143,24 @@ class ColumnParallelLinear(LinearBase):
         rows = param.shape[0]
         copy_shard(param.data, loaded, 0, rows * self.tp.world_size, rows * self.tp.rank)
 
+# %% ../../nbs/07_layers.linear.ipynb #88ff89c6
+class RowParallelLinear(LinearBase):
+    "Each rank holds a part of the inputs' columns; the partial products are summed over the ranks"
+
+    def __init__(self, input_size, output_size, bias=False, tp=SINGLE):
+        super().__init__(divide(input_size, tp.world_size, "input size"), output_size, bias, tp)
+
+    def weight_loader(self, param, loaded):
+        if param.dim() == 1:
+            return load_whole(param, loaded)
+        columns = param.shape[1]
+        copy_shard(param.data, loaded, 1, columns * self.tp.world_size, columns * self.tp.rank)
+
+    def forward(self, x):
+        # the bias belongs to the sum: added by one rank, or it would count once per rank
+        bias = self.bias if self.tp.rank == 0 else None
+        return self.tp.all_reduce(linear(x, self.weight, bias))
+
 # %% ../../nbs/07_layers.linear.ipynb #57dd33a8
 class MergedColumnParallelLinear(ColumnParallelLinear):
     "Several column-parallel matrices that share their input, one below the other (gate and up)"
@@ -165,7 +183,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         target = param.data.narrow(0, sum(sizes[:shard_id]), sizes[shard_id])
         copy_shard(target, loaded, 0, self.output_sizes[shard_id], self.tp.rank * sizes[shard_id])
 
-# %% ../../nbs/07_layers.linear.ipynb #8caf76c6
+# %% ../../nbs/07_layers.linear.ipynb #0328cc33
 class QKVParallelLinear(LinearBase):
     "Query, key and value projections in one matrix, cut between heads"
 
@@ -183,10 +201,10 @@ class QKVParallelLinear(LinearBase):
         self.num_heads = divide(num_heads, tp.world_size, "number of query heads")
         if tp.world_size <= num_kv_heads:
             self.num_kv_heads = divide(num_kv_heads, tp.world_size, "number of key/value heads")
+        elif tp.world_size % num_kv_heads:
+            raise ValueError(f"{tp.world_size} ranks can't share {num_kv_heads} key/value heads evenly")
         else:
-            # more ranks than key/value heads: neighbours hold copies of one head
-            divide(tp.world_size, num_kv_heads, "number of ranks sharing the key/value heads:")
-            self.num_kv_heads = 1
+            self.num_kv_heads = 1  # more ranks than heads: neighbours hold copies of one
         rows = (self.num_heads + 2 * self.num_kv_heads) * head_dim
         super().__init__(hidden_size, rows, bias, tp)
 
@@ -200,21 +218,3 @@ class QKVParallelLinear(LinearBase):
         copies = 1 if shard_id == "q" else max(1, self.tp.world_size // self.total_num_kv_heads)
         target = param.data.narrow(0, offset, rows)
         copy_shard(target, loaded, 0, total * self.head_dim, self.tp.rank // copies * rows)
-
-# %% ../../nbs/07_layers.linear.ipynb #88ff89c6
-class RowParallelLinear(LinearBase):
-    "Each rank holds a part of the inputs' columns; the partial products are summed over the ranks"
-
-    def __init__(self, input_size, output_size, bias=False, tp=SINGLE):
-        super().__init__(divide(input_size, tp.world_size, "input size"), output_size, bias, tp)
-
-    def weight_loader(self, param, loaded):
-        if param.dim() == 1:
-            return load_whole(param, loaded)
-        columns = param.shape[1]
-        copy_shard(param.data, loaded, 1, columns * self.tp.world_size, columns * self.tp.rank)
-
-    def forward(self, x):
-        # the bias belongs to the sum: added by one rank, or it would count once per rank
-        bias = self.bias if self.tp.rank == 0 else None
-        return self.tp.all_reduce(linear(x, self.weight, bias))

@@ -11,15 +11,15 @@ __all__ = ['PHILOX_ROUNDS', 'PHILOX_MULTIPLIERS', 'PHILOX_KEY_STEPS', 'MASK32', 
 import torch
 from torch import nn
 
-# %% ../../nbs/10_layers.sampler.ipynb #53467d8d
+# %% ../../nbs/10_layers.sampler.ipynb #a105f523
 def race(
-    scaled: torch.Tensor,  # `[num_rows, n]` float32, logits minus their maximum, over the temperature
+    scaled: torch.Tensor,  # `[num_rows, n]` float32, logits over the temperature
     noise: torch.Tensor,   # `[num_rows, n]` float32, exponential random numbers, above 0
 ) -> torch.Tensor:         # `[num_rows]` int64, the winner's column
-    "Draw from the softmax of each row: the first of tokens that arrive at times noise / probability"
+    "Draw from each row's softmax: the first of tokens that arrive at times noise / probability"
     return (scaled - noise.log()).argmax(-1)
 
-# %% ../../nbs/10_layers.sampler.ipynb #d97e1c8b
+# %% ../../nbs/10_layers.sampler.ipynb #6e7ba09e
 PHILOX_ROUNDS = 10
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -34,7 +34,7 @@ def philox(
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = key
     for _ in range(PHILOX_ROUNDS):
-        # the product of two 32-bit values fills 64 bits: its upper half is mixed, its lower half kept
+        # the product of two 32-bit values fills 64 bits: the upper half is mixed, the lower kept
         p0, p1 = c0 * PHILOX_MULTIPLIERS[0], c2 * PHILOX_MULTIPLIERS[1]
         c0 = (p1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(MASK32)
         c2 = (p0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(MASK32)
@@ -42,41 +42,41 @@ def philox(
         k0, k1 = k0 + PHILOX_KEY_STEPS[0] & MASK32, k1 + PHILOX_KEY_STEPS[1] & MASK32
     return c0, c1.bitwise_and_(MASK32), c2, c3.bitwise_and_(MASK32)
 
-# %% ../../nbs/10_layers.sampler.ipynb #75d28e8d
+# %% ../../nbs/10_layers.sampler.ipynb #5ec3e312
 def quad_noise(
     seeds: torch.Tensor,             # `[num_rows]` int64, 0 .. 2**63 - 1
     positions: torch.Tensor,         # `[num_rows]` int64, position of the token that is drawn
     quads: torch.Tensor,             # `[n]` or `[num_rows, n]` int64, token ids // 4
-    choice: int | torch.Tensor = 0,  # which of a request's parallel outputs; `[num_rows]` if it differs
+    choice: int | torch.Tensor = 0,  # which of a request's outputs; `[num_rows]` if it differs
 ) -> torch.Tensor:                   # `[num_rows, n, 4]` float32, above 0
-    "Exponential random numbers of four neighbouring token ids each, keyed by (seed, position, choice)"
+    "Exponential random numbers of four neighbouring ids each, keyed by (seed, position, choice)"
     seeds, positions = seeds.unsqueeze(1), positions.unsqueeze(1)
     choice = torch.as_tensor(choice, device=seeds.device).reshape(-1, 1)
     counter = quads, positions, choice, torch.zeros_like(positions)
     bits = philox(counter, (seeds & MASK32, seeds >> 32))
-    # 32 random bits as a number in (0, 1): the race is decided near 0, and there it has its full precision
-    u = torch.stack([word.float() for word in bits], dim=-1).add_(0.5).mul_(2**-32).clamp_(max=1 - 2**-24)
-    return u.neg_().log1p_().neg_()
+    # 32 bits as a number in (0, 1): the race is decided near 0, where it has its full precision
+    u = torch.stack([word.float() for word in bits], dim=-1).add_(0.5).mul_(2**-32)
+    return u.clamp_(max=1 - 2**-24).neg_().log1p_().neg_()
 
-# %% ../../nbs/10_layers.sampler.ipynb #ea25a723
-def exponential_noise(seeds, positions, vocab_size: int, choice=0) -> torch.Tensor:  # `[num_rows, vocab_size]`
-    "The numbers of all token ids, in order"
+# %% ../../nbs/10_layers.sampler.ipynb #73a22a3c
+def exponential_noise(seeds, positions, vocab_size, choice=0):
+    "The numbers of all token ids, in order: `[num_rows, vocab_size]` float32"
     quads = torch.arange(-(-vocab_size // 4), device=seeds.device)
     return quad_noise(seeds, positions, quads, choice).flatten(1)[:, :vocab_size]
 
 
-def noise_of(seeds, positions, token_ids, choice=0) -> torch.Tensor:  # like `token_ids`, `[num_rows, n]`
-    "The numbers of these token ids"
+def noise_of(seeds, positions, token_ids, choice=0):
+    "The numbers of these token ids, `[num_rows, n]` int64, in their order"
     noise = quad_noise(seeds, positions, token_ids // 4, choice)
     return noise.gather(-1, (token_ids % 4).unsqueeze(-1)).squeeze(-1)
 
-# %% ../../nbs/10_layers.sampler.ipynb #33514282
+# %% ../../nbs/10_layers.sampler.ipynb #7700f8b4
 def most_likely(
     scaled: torch.Tensor,  # `[num_rows, vocab_size]` float32, at most 0
     n: int,
 ) -> tuple:                # values and token ids, both `[num_rows, n]`
     "The n largest of each row, in order; of equal ones the lower id first, whatever n is"
-    # one integer holds both: the bits of a float >= 0 order like the float, and below them is room for the id
+    # one integer holds both: the bits of a float >= 0 order like it, and below is room for the id
     ids = torch.arange(scaled.shape[-1], device=scaled.device)
     keys = scaled.abs().view(torch.int32).long() << 32 | ids
     keys = keys.topk(n, dim=-1, largest=False).values
@@ -105,7 +105,7 @@ def keep_prefix(
     keep[:, 0] = True
     return keep
 
-# %% ../../nbs/10_layers.sampler.ipynb #82a7135c
+# %% ../../nbs/10_layers.sampler.ipynb #ed7116fd
 FIRST_CANDIDATES = 64
 
 
@@ -123,28 +123,28 @@ def draw_filtered(
     n = min(vocab_size, int(torch.where(top_k < vocab_size, top_k, n).clamp(min=n).max()))
     values, ids = most_likely(scaled, n)
     keep = keep_prefix(values, scaled, top_k, top_p, min_p)
-    if 4 * n < vocab_size:
+    if 4 * n < vocab_size:  # one id costs as much as the four of its counter
         noise = noise_of(seeds, positions, ids)
     else:
         noise = exponential_noise(seeds, positions, vocab_size).gather(1, ids)
     winners = race(values.masked_fill(~keep, -torch.inf), noise)
     token_ids = ids.gather(1, winners.unsqueeze(1)).squeeze(1)
-    unfinished = (keep[:, -1] & (top_k > n)).nonzero().flatten()  # the prefix may go on: look further
-    if len(unfinished):
+    unfinished = (keep[:, -1] & (top_k > n)).nonzero().flatten()
+    if len(unfinished):  # their prefix may go on: look further
         rest = (x[unfinished] for x in (scaled, seeds, positions, top_k, top_p, min_p))
         token_ids[unfinished] = draw_filtered(*rest, n=64 * n)
     return token_ids
 
-# %% ../../nbs/10_layers.sampler.ipynb #285b70b4
+# %% ../../nbs/10_layers.sampler.ipynb #13900b0f
 def sample_torch(
     logits: torch.Tensor,               # `[num_rows, vocab_size]`, any float dtype
     temperature: torch.Tensor,          # `[num_rows]` float32, 0 is greedy
     seeds: torch.Tensor,                # `[num_rows]` int64
     positions: torch.Tensor,            # `[num_rows]` int64, position of the token that is drawn
-    top_k: torch.Tensor | None = None,  # `[num_rows]` int64, 0 or -1 keeps all; None where no row asks
+    top_k: torch.Tensor | None = None,  # `[num_rows]` int64, 0 or -1 keeps all; None: no row asks
     top_p: torch.Tensor | None = None,  # `[num_rows]` float32, 1 keeps all
     min_p: torch.Tensor | None = None,  # `[num_rows]` float32, 0 keeps all
-) -> torch.Tensor:  # `[num_rows]` int64 token ids; -1 where the logits are not usable (NaN, or all -inf)
+) -> torch.Tensor:                      # `[num_rows]` int64; -1 if unusable (NaN, or all -inf)
     "One token per row: the largest logit, or the winner of an exponential race (Gumbel-max)"
     vocab_size, logits = logits.shape[1], logits.float()
     best, token_ids = logits.max(-1)
@@ -152,7 +152,7 @@ def sample_torch(
     top_k = limit if top_k is None else torch.where(top_k > 0, top_k, limit).clamp(max=vocab_size)
     top_p = torch.ones_like(temperature) if top_p is None else top_p
     min_p = torch.zeros_like(temperature) if min_p is None else min_p
-    draws = (temperature > 0) & best.isfinite()
+    random = (temperature > 0) & best.isfinite()
     asks = (top_k < vocab_size) | (top_p < 1) | (min_p > 0)
 
     def arguments(rows):
@@ -160,10 +160,10 @@ def sample_torch(
         scaled = (logits[rows] - best[rows, None]) / temperature[rows, None]
         return scaled, seeds[rows], positions[rows]
 
-    if len(rows := (draws & ~asks).nonzero().flatten()):
-        scaled, *key = arguments(rows)
-        token_ids[rows] = race(scaled, exponential_noise(*key, vocab_size))
-    if len(rows := (draws & asks).nonzero().flatten()):
+    if len(rows := (random & ~asks).nonzero().flatten()):
+        scaled, *keys = arguments(rows)
+        token_ids[rows] = race(scaled, exponential_noise(*keys, vocab_size))
+    if len(rows := (random & asks).nonzero().flatten()):
         token_ids[rows] = draw_filtered(*arguments(rows), top_k[rows], top_p[rows], min_p[rows])
     return token_ids.masked_fill(~best.isfinite(), -1)
 

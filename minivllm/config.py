@@ -15,19 +15,28 @@ from transformers import AutoConfig
 
 from .sampling_params import check_option_names, check_range
 
-# %% ../nbs/16_config.ipynb #07104662
+# %% ../nbs/16_config.ipynb #6acb082d
 def read_rope(
     hf_config,  # a transformers config of version 4 or 5
-) -> tuple[float, dict | None]:  # (base, `rope_type` and its parameters; None for the default rotation)
+) -> tuple[
+    float, dict | None
+]:  # (base, `rope_type` and its parameters; None for the default rotation)
     "Base and scaling of the rotary embedding: from `rope_parameters`, else from `rope_scaling` and `rope_theta`"
-    found = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    found = (
+        getattr(hf_config, "rope_parameters", None)
+        or getattr(hf_config, "rope_scaling", None)
+        or {}
+    )
     parameters = {name: value for name, value in found.items() if value is not None}
     theta = parameters.pop("rope_theta", None) or getattr(hf_config, "rope_theta", None) or 10000.0
     if (part := parameters.pop("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError(f"partial_rotary_factor={part} is not supported: every dimension of a head is rotated here")
+        raise ValueError(
+            f"partial_rotary_factor={part} is not supported: every dimension of a head is rotated here"
+        )
     rope_types = [parameters.pop(name, None) for name in ("rope_type", "type")]
     rope_type = next(filter(None, rope_types), "default")
-    if rope_type == "default": return float(theta), None
+    if rope_type == "default":
+        return float(theta), None
     # a scaling that is defined by the training length takes the model's maximum where it doesn't state one
     parameters.setdefault("original_max_position_embeddings", hf_config.max_position_embeddings)
     return float(theta), {"rope_type": rope_type, **parameters}
@@ -42,7 +51,7 @@ def read(
     value = getattr(hf_config, name, None)
     return default if value is None else value
 
-# %% ../nbs/16_config.ipynb #d6316643
+# %% ../nbs/16_config.ipynb #5aaaa0b3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -52,32 +61,39 @@ def read_dtype(
     "The checkpoint's dtype as `dtype` or, in older files, `torch_dtype`; None where it states none"
     # version 5 answers the old name too, with a warning: only what version 4 really stored is asked for
     value = read(hf_config, "dtype", vars(hf_config).get("torch_dtype"))
-    if value is None or isinstance(value, torch.dtype): return value
+    if value is None or isinstance(value, torch.dtype):
+        return value
     return getattr(torch, str(value).removeprefix("torch."))
 
-# %% ../nbs/16_config.ipynb #6b5f4fa9
+# %% ../nbs/16_config.ipynb #bf9e3d9b
 def resolve_dtype(
     dtype: str,  # "auto" or a key of `DTYPES`
     model_dtype: torch.dtype | None,  # the checkpoint's own, if it states one
     device: str,  # "cpu", "cuda", "cuda:1"
 ) -> torch.dtype:
     'The dtype to compute in; "auto" is float32 on the CPU, on CUDA the checkpoint\'s own (bfloat16 for float32 or none)'
-    if dtype != "auto": return DTYPES[dtype]
+    if dtype != "auto":
+        return DTYPES[dtype]
     if model_dtype not in (None, *DTYPES.values()):
-        raise ValueError(f"the checkpoint's dtype {model_dtype} is not supported; set dtype to one of {', '.join(DTYPES)}")
-    if device == "cpu": return torch.float32
+        raise ValueError(
+            f"the checkpoint's dtype {model_dtype} is not supported; set dtype to one of {', '.join(DTYPES)}"
+        )
+    if device == "cpu":
+        return torch.float32
     return torch.bfloat16 if model_dtype in (None, torch.float32) else model_dtype
 
-# %% ../nbs/16_config.ipynb #7a22e26d
+# %% ../nbs/16_config.ipynb #c3bada79
 def as_list(value) -> list:
     "None is no element, a single value is one, a list is itself"
-    if value is None: return []
+    if value is None:
+        return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
-# %% ../nbs/16_config.ipynb #afbe22fd
+# %% ../nbs/16_config.ipynb #ae951810
 @dataclass
 class ModelConfig:
     "The numbers that build a model, from a Hugging Face config of either generation"
+
     architecture: str  # the name to look up in the registry, such as "LlamaForCausalLM"
     vocab_size: int
     hidden_size: int
@@ -102,7 +118,8 @@ class ModelConfig:
         hf_config,  # a transformers config
     ) -> "ModelConfig":
         "Translate a config, whatever its version calls things"
-        if not read(hf_config, "architectures"): raise ValueError("config.json names no architecture")
+        if not read(hf_config, "architectures"):
+            raise ValueError("config.json names no architecture")
         if (act := read(hf_config, "hidden_act", "silu")) != "silu":
             raise ValueError(f"hidden_act={act!r} is not supported; supported: silu")
         theta, scaling = read_rope(hf_config)
@@ -127,23 +144,25 @@ class ModelConfig:
             eos_token_ids=as_list(read(hf_config, "eos_token_id")),
         )
 
-# %% ../nbs/16_config.ipynb #b3374655
+# %% ../nbs/16_config.ipynb #862d374b
 def load_model_config(
     folder: str | Path,  # with config.json
 ) -> ModelConfig:
     "The model's numbers from its folder; a config that can't be used is a ValueError that names the folder"
-    try: return ModelConfig.from_hf(AutoConfig.from_pretrained(folder))
+    try:
+        return ModelConfig.from_hf(AutoConfig.from_pretrained(folder))
     except (ValueError, AttributeError, KeyError, TypeError, OSError) as error:
         raise ValueError(f"{folder}: {error}") from error
 
-# %% ../nbs/16_config.ipynb #8ad69d93
+# %% ../nbs/16_config.ipynb #5b2244c9
 def check_choice(
     name: str,  # the option
     value,
     choices,  # the values admitted
 ):
     "Raise a ValueError naming option, value and choices, unless `value` is one of `choices`"
-    if value not in choices: raise ValueError(f"{name}={value!r}: must be one of {', '.join(choices)}")
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(choices)}")
 
 
 def resolve_device(
@@ -151,22 +170,28 @@ def resolve_device(
 ) -> str:
     '"auto" becomes "cuda" where there is one, else "cpu"; asking for CUDA where there is none is an error'
     check_choice("device", str(device).split(":")[0], ("auto", "cpu", "cuda"))
-    if device == "auto": return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
     if device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}: this PyTorch ({torch.__version__}) sees no CUDA device; use device='cpu'")
+        raise ValueError(
+            f"device={device!r}: this PyTorch ({torch.__version__}) sees no CUDA device; use device='cpu'"
+        )
     return str(device)
 
-# %% ../nbs/16_config.ipynb #b50eb4dc
+# %% ../nbs/16_config.ipynb #816f10de
 @dataclass
 class EngineConfig:
     "Options of an engine, each checked when it is set"
+
     model: str  # local folder, Hub id, or "smollm2-135m"
     tokenizer: str | None = None  # folder or Hub id; None takes the model's own
     skip_tokenizer_init: bool = False  # prompts are token ids, and outputs have no text
     dtype: str | torch.dtype = "auto"  # "auto", "float32", "bfloat16", "float16"
     device: str = "auto"  # "auto" takes CUDA where there is one
     seed: int = 0  # of requests that bring none of their own, and of dummy weights
-    max_model_len: int | None = None  # tokens of prompt and output together; None takes the model's own
+    max_model_len: int | None = (
+        None  # tokens of prompt and output together; None takes the model's own
+    )
     max_num_seqs: int = 256  # requests that run at the same time
     max_num_batched_tokens: int = 8192  # token budget of a step
     block_size: int | None = None  # tokens of a KV block; None takes 16
@@ -178,12 +203,15 @@ class EngineConfig:
     load_format: str = "auto"  # or "dummy": seeded random weights, no checkpoint but config.json
 
     def __post_init__(self):
-        for name in ("max_num_seqs", "max_num_batched_tokens"): check_range(name, getattr(self, name), 1)
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            check_range(name, getattr(self, name), 1)
         for name in ("max_model_len", "block_size", "num_kv_blocks"):
-            if getattr(self, name) is not None: check_range(name, getattr(self, name), 1)
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), 1)
         check_range("seed", self.seed, 0, 2**63 - 1)
         check_range("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, kind=float)
-        if self.gpu_memory_utilization == 0: raise ValueError("gpu_memory_utilization=0: must be above 0, at most 1")
+        if self.gpu_memory_utilization == 0:
+            raise ValueError("gpu_memory_utilization=0: must be above 0, at most 1")
         check_choice("scheduling_policy", self.scheduling_policy, ("mixed", "prefill_first"))
         check_choice("load_format", self.load_format, ("auto", "dummy"))
         self.dtype = str(self.dtype).removeprefix("torch.")
@@ -195,12 +223,14 @@ class EngineConfig:
 # a misspelt option is an error that suggests the right one, not an option that is silently dropped
 EngineConfig.__init__ = check_option_names(EngineConfig.__init__)
 
-# %% ../nbs/16_config.ipynb #9bfc5612
+# %% ../nbs/16_config.ipynb #ec6e3e59
 def resolve_max_model_len(
     max_model_len: int | None,  # as the user set it
     limit: int,  # `max_position_embeddings` of the model
 ) -> int:
     "The longest sequence, prompt and output together, that the engine admits"
-    if max_model_len is None: return limit
-    if max_model_len > limit: raise ValueError(f"max_model_len={max_model_len}: the model's positions end at {limit}")
+    if max_model_len is None:
+        return limit
+    if max_model_len > limit:
+        raise ValueError(f"max_model_len={max_model_len}: the model's positions end at {limit}")
     return max_model_len

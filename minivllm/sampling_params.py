@@ -33,7 +33,7 @@ def check_range(
     most = "" if high is None else f", at most {high}"
     raise ValueError(f"{name}={value!r}: must be {noun}, {least}{most}")
 
-# %% ../nbs/09_sampling_params.ipynb #d98e436a
+# %% ../nbs/09_sampling_params.ipynb #b32cccf9
 def unknown_option(
     owner: str,        # whose option it would be
     name: str,         # what was asked for
@@ -47,7 +47,7 @@ def unknown_option(
 
 
 def check_option_names(function):
-    "Decorate a callable so that an unknown keyword is a TypeError that suggests the nearest valid one"
+    "Decorate a callable: an unknown keyword becomes a TypeError that suggests the nearest one"
     names = [name for name in inspect.signature(function).parameters if name != "self"]
     owner = f"{function.__qualname__.removesuffix('.__init__')}()"
 
@@ -89,19 +89,19 @@ def check_sampling_option(name: str, value):
                 raise ValueError(f"{name}={value!r}: must be True or False")
             return value
 
-# %% ../nbs/09_sampling_params.ipynb #0f84db47
+# %% ../nbs/09_sampling_params.ipynb #4f8f7af4
 @dataclass(kw_only=True)
 class SamplingParams:
     "Choice and end of one request's tokens; vLLM's names and defaults"
     temperature: float = 1.0                 # 0 is greedy: the largest logit
-    top_p: float = 1.0                       # keep the most likely tokens until their probabilities reach this
-    top_k: int = 0                           # keep this many most likely tokens; 0 or -1 keeps all
-    min_p: float = 0.0                       # keep tokens at least this fraction as likely as the most likely one
+    top_p: float = 1.0                       # keep the likeliest tokens until they add up to this
+    top_k: int = 0                           # keep this many of the likeliest; 0 or -1 keeps all
+    min_p: float = 0.0                       # keep tokens this fraction as likely as the likeliest
     max_tokens: int = 16                     # output tokens at most
-    stop_token_ids: list[int] | None = None  # end after any of these, besides the model's own end tokens
+    stop_token_ids: list[int] | None = None  # end after any of these or the model's end tokens
     ignore_eos: bool = False                 # don't end at the model's end tokens
-    seed: int | None = None                  # makes the tokens depend on seed, prompt and model alone
-    skip_special_tokens: bool = True         # leave special tokens out of the text (they stay in `token_ids`)
+    seed: int | None = None                  # tokens depend on seed, prompt and model alone
+    skip_special_tokens: bool = True         # the text leaves special tokens out, the ids never
 
     def __setattr__(self, name, value):
         "Check an option and store it: at construction, and when it is changed later"

@@ -34,7 +34,7 @@ class EngineMachine(RuleBasedStateMachine):
     def start(self, block_size, num_blocks, budget, max_num_seqs, max_model_len, policy, caching, num_hashes):
         self.manager = WeakHash(num_blocks, block_size, caching, num_hashes=num_hashes)
         self.scheduler = Scheduler(self.manager, max_num_seqs, budget, max_model_len, policy)
-        self.runner, self.seqs, self.reported, self.refused = FakeRunner(block_size), [], [], 0
+        self.runner, self.seqs, self.reported = FakeRunner(block_size), [], []
 
     @rule(prompt=prompts, max_tokens=st.integers(1, 8), stop=st.sampled_from([(), (), (2,)]))
     def add(self, prompt, max_tokens, stop):
@@ -47,11 +47,15 @@ class EngineMachine(RuleBasedStateMachine):
             assert not never
             self.seqs.append(seq)
 
-    @rule(data=st.data(), abort=st.booleans())
+    @rule(prompt=prompts, max_tokens=st.integers(4, 9))
+    def add_twins(self, prompt, max_tokens):
+        for _ in range(2): self.add(prompt, max_tokens, ())
+
+    @precondition(lambda self: self.scheduler.has_unfinished())
+    @rule(data=st.data(), abort=st.sampled_from([False, False, False, True]))
     def step(self, data, abort):
-        was_unfinished = self.scheduler.has_unfinished()
         step = self.scheduler.schedule()
-        self.check_step(step, was_unfinished)
+        self.check_step(step)
         self.check_all()
         # the model runs while a request may be aborted: its result comes too late
         token_ids = self.runner.run(step.seqs, step.num_tokens)
@@ -61,8 +65,21 @@ class EngineMachine(RuleBasedStateMachine):
         assert finished == [seq for seq in step.seqs if seq.is_finished and seq not in ended]
         self.reported += finished
 
-    def check_step(self, step, was_unfinished):
-        assert bool(step.seqs) == was_unfinished, "work was there, but none was done"
+    @precondition(lambda self: self.scheduler.has_unfinished())
+    @rule(steps=st.integers(1, 6))
+    def several_steps(self, steps):
+        for _ in range(steps):
+            if self.scheduler.has_unfinished(): self.run_step()
+
+    def run_step(self):
+        step = self.scheduler.schedule()
+        self.check_step(step)
+        self.check_all()
+        self.reported += self.scheduler.postprocess(step, self.runner.run(step.seqs, step.num_tokens))
+        self.check_all()
+
+    def check_step(self, step):
+        assert step.seqs, "work was there, but none was done"
         assert 0 <= step.total_tokens <= self.scheduler.max_num_batched_tokens
         assert len(set(step.seqs)) == len(step.seqs) and not set(step.seqs) & set(step.preempted)
         assert all(seq in self.scheduler.running for seq in step.seqs)
@@ -81,7 +98,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.seqs)
     @rule(data=st.data())
-    def abort(self, data): self.abort_one(data.draw(st.sampled_from(self.seqs)))
+    def abort(self, data):
+        self.abort_one(data.draw(st.sampled_from(self.seqs)))
 
     @invariant()
     def check_all(self):
@@ -95,10 +113,8 @@ class EngineMachine(RuleBasedStateMachine):
         left = sum(seq.max_num_tokens for seq in self.seqs if not seq.is_finished)
         for _ in range(50 * left):
             if not self.scheduler.has_unfinished(): break
-            step = self.scheduler.schedule()
-            self.check_step(step, True)
-            self.reported += self.scheduler.postprocess(step, self.runner.run(step.seqs, step.num_tokens))
-            self.check_all()
+            self.run_step()
+        assert not self.scheduler.schedule().seqs
         assert not self.scheduler.has_unfinished(), "does not end"
         assert self.manager.num_free_blocks == self.manager.num_blocks
         assert sorted(seq.seq_id for seq in self.reported) == list(range(len(self.seqs))), "one end for each"

@@ -1,4 +1,4 @@
-"From logits to tokens: distribution, filters, random bits, independence of the batch, unusable rows"
+"From logits to tokens: distribution, filters, random bits, independence, unusable rows"
 
 import math
 import os
@@ -370,7 +370,7 @@ def pick(batch, index):
 @given(st.lists(PARAMETERS, min_size=1, max_size=5), st.sampled_from([3, 40, 500, 5000]))
 @settings(max_examples=80, deadline=None)
 def test_tokens_are_the_references(requests, vocab_size):
-    "A race over the whole row, restricted to the ids that a plain reference keeps, has the same winner"
+    "A race over the whole row among the ids that a plain reference keeps has the same winner"
     batch = make_batch(requests, vocab_size)
     got = sample_torch(**batch)
     noise = exponential_noise(batch["seeds"], batch["positions"], vocab_size)
@@ -491,7 +491,7 @@ def test_more_candidates_do_not_change_a_decision(n):
 
 
 def test_first_stays_and_one_is_all():
-    "Even if p vanishes in float32 the best token stays; p = 1 keeps what is too improbable to change a sum"
+    "The best token stays though p vanishes in float32; p = 1 keeps what can't change a sum"
     scaled = torch.tensor([[0.0, -1.0, -60.0]]).expand(3, -1)
     keep = keep_prefix(
         scaled, scaled, torch.tensor([3, 3, 2]), torch.tensor([0.0, 1.0, 1.0]), torch.zeros(3)

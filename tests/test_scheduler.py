@@ -1,4 +1,6 @@
 "Who runs, with how many tokens, and how it ends; no model, every slot checked by the fake runner"
+import time
+
 import pytest
 from host_rig import HostEngine, solo_output
 
@@ -396,7 +398,6 @@ def test_long_prompt_leaves_running_requests_their_tokens():
 
 def test_host_work_of_a_decode_step_fits_in_the_yardstick():
     "schedule + prepare + postprocess for 256 sequences against a Python loop of 40,000 rounds, both at their best"
-    import time
     manager = BlockManager(20_000, 16)
     scheduler = Scheduler(manager, 256, 8192)
     for i in range(256):

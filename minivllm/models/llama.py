@@ -19,9 +19,10 @@ from ..layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowPa
 from ..layers.rotary_embedding import RotaryEmbedding
 from .registry import register_model
 
-# %% ../../nbs/20_models.llama.ipynb #ab486722
+# %% ../../nbs/20_models.llama.ipynb #a8280491
 class LlamaAttention(nn.Module):
     "Projection into heads, attention, projection back"
+
     def __init__(
         self,
         config: ModelConfig,
@@ -32,12 +33,28 @@ class LlamaAttention(nn.Module):
     ):
         super().__init__()
         heads_size = config.num_heads * config.head_dim
-        self.qkv_proj = QKVParallelLinear(config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads,
-                                          bias=config.attention_bias, tp=tp)
-        self.o_proj = RowParallelLinear(heads_size, config.hidden_size, bias=config.attention_bias, tp=tp)
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            config.head_dim,
+            config.num_heads,
+            config.num_kv_heads,
+            bias=config.attention_bias,
+            tp=tp,
+        )
+        self.o_proj = RowParallelLinear(
+            heads_size, config.hidden_size, bias=config.attention_bias, tp=tp
+        )
         q_norm, k_norm = self.head_norms(config)
-        self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, config.head_dim, rope, layer_idx,
-                              q_norm, k_norm, backend)
+        self.attn = Attention(
+            self.qkv_proj.num_heads,
+            self.qkv_proj.num_kv_heads,
+            config.head_dim,
+            rope,
+            layer_idx,
+            q_norm,
+            k_norm,
+            backend,
+        )
 
     def head_norms(self, config: ModelConfig) -> tuple:
         "Norms over each query head and each key head; Llama has none"
@@ -46,20 +63,27 @@ class LlamaAttention(nn.Module):
     def forward(self, x, positions, ctx):
         return self.o_proj(self.attn(self.qkv_proj(x), positions, ctx))
 
-# %% ../../nbs/20_models.llama.ipynb #98e73317
+# %% ../../nbs/20_models.llama.ipynb #6ccca3b3
 class LlamaMLP(nn.Module):
     "Gate and up in one product, the gated activation, down"
+
     def __init__(self, config: ModelConfig, layer_idx: int, tp=SINGLE):
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [config.intermediate_size] * 2, bias=config.mlp_bias, tp=tp)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size, [config.intermediate_size] * 2, bias=config.mlp_bias, tp=tp
+        )
         self.act_fn = SiluAndMul()
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias, tp=tp)
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, bias=config.mlp_bias, tp=tp
+        )
 
-    def forward(self, x): return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
 
-# %% ../../nbs/20_models.llama.ipynb #69e32531
+# %% ../../nbs/20_models.llama.ipynb #95e68b86
 class LlamaDecoderLayer(nn.Module):
     "Norm, attention, norm, MLP; what a branch adds to the stream is added by the norm that follows"
+
     def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module):
         super().__init__()
         self.self_attn, self.mlp = attention, mlp
@@ -69,21 +93,24 @@ class LlamaDecoderLayer(nn.Module):
     def forward(
         self,
         x: torch.Tensor,  # `[num_tokens, hidden_size]`, what the previous layer adds to the stream
-        residual: torch.Tensor | None,  # `[num_tokens, hidden_size]`, the stream; None before the first layer
+        residual: torch.Tensor | None,  # the stream, like `x`; None before the first layer
         positions: torch.Tensor,  # `[num_tokens]`
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # (what this layer adds, the stream)
         "One layer"
         # the first stream is the embedding itself, not its norm
-        if residual is None: x, residual = self.input_layernorm(x), x
-        else: x, residual = self.input_layernorm(x, residual)
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, positions, ctx)
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
-# %% ../../nbs/20_models.llama.ipynb #c3d51eac
+# %% ../../nbs/20_models.llama.ipynb #9f10cff6
 class LlamaModel(nn.Module):
     "Embedding, decoder layers, last norm"
+
     def __init__(
         self,
         config: ModelConfig,
@@ -93,18 +120,23 @@ class LlamaModel(nn.Module):
     ):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, make_attention(i), make_mlp(i)) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, make_attention(i), make_mlp(i))
+            for i in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, token_ids, positions, ctx):
         x, residual = self.embed_tokens(token_ids), None
-        for layer in self.layers: x, residual = layer(x, residual, positions, ctx)
+        for layer in self.layers:
+            x, residual = layer(x, residual, positions, ctx)
         return self.norm(x, residual)[0]
 
-# %% ../../nbs/20_models.llama.ipynb #40e2cb24
+# %% ../../nbs/20_models.llama.ipynb #123abea4
 @register_model("LlamaForCausalLM")
 class LlamaForCausalLM(nn.Module):
     "Llama and its head; other families replace the attention or the MLP"
+
     attention_class, mlp_class = LlamaAttention, LlamaMLP
     # our merged matrices, and what the checkpoint calls their parts
     packed_modules = {
@@ -121,11 +153,18 @@ class LlamaForCausalLM(nn.Module):
     ):
         super().__init__()
         self.config, self.tie_word_embeddings = config, config.tie_word_embeddings
-        rope = RotaryEmbedding(config.head_dim, max_position, config.rope_theta, config.rope_scaling)
-        self.model = LlamaModel(config, lambda i: self.attention_class(config, i, rope, backend, tp),
-                                lambda i: self.mlp_class(config, i, tp), tp)
+        rope = RotaryEmbedding(
+            config.head_dim, max_position, config.rope_theta, config.rope_scaling
+        )
+        self.model = LlamaModel(
+            config,
+            lambda i: self.attention_class(config, i, rope, backend, tp),
+            lambda i: self.mlp_class(config, i, tp),
+            tp,
+        )
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
-        if config.tie_word_embeddings: self.lm_head.tie(self.model.embed_tokens)
+        if config.tie_word_embeddings:
+            self.lm_head.tie(self.model.embed_tokens)
 
     def forward(
         self,

@@ -21,7 +21,7 @@ from torch import nn
 from ..demo import DEMO_MODEL, demo_model
 from ..layers.linear import load_whole
 
-# %% ../../nbs/19_models.loader.ipynb #6e3cb29c
+# %% ../../nbs/19_models.loader.ipynb #49ab61a7
 def fetch_from_hub(
     model: str,  # such as "Qwen/Qwen3-0.6B"
 ) -> Path:
@@ -31,35 +31,47 @@ def fetch_from_hub(
 
     hint = f"Give a local folder with config.json and *.safetensors, or {DEMO_MODEL!r}, which needs no hub"
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-    try: return Path(snapshot_download(model, allow_patterns=wanted))
+    try:
+        return Path(snapshot_download(model, allow_patterns=wanted))
     except HFValidationError:
-        raise FileNotFoundError(f"{model!r} is neither a local folder nor a Hub id. {hint}.") from None
+        raise FileNotFoundError(
+            f"{model!r} is neither a local folder nor a Hub id. {hint}."
+        ) from None
     except RepositoryNotFoundError as error:
-        raise FileNotFoundError(f"the Hub has no model {model!r}, or it is private. {hint}.") from error
+        raise FileNotFoundError(
+            f"the Hub has no model {model!r}, or it is private. {hint}."
+        ) from error
     except Exception as error:  # the network has many ways to be absent
-        raise ConnectionError(f"{model!r} can't be fetched from the Hub and is not in its cache "
-                              f"({type(error).__name__}). {hint}.") from error
+        raise ConnectionError(
+            f"{model!r} can't be fetched from the Hub and is not in its cache "
+            f"({type(error).__name__}). {hint}."
+        ) from error
 
 
 def resolve_model(
     model: str | Path,  # a local folder, a Hub id, or "smollm2-135m"
 ) -> Path:  # a local folder with config.json
     "The model's folder, fetched where needed; FileNotFoundError or ConnectionError say what to do"
-    if str(model) == DEMO_MODEL: return demo_model()
-    if not Path(model).is_dir(): return fetch_from_hub(str(model))
-    if not (Path(model) / "config.json").is_file(): raise FileNotFoundError(f"{model} has no config.json")
+    if str(model) == DEMO_MODEL:
+        return demo_model()
+    if not Path(model).is_dir():
+        return fetch_from_hub(str(model))
+    if not (Path(model) / "config.json").is_file():
+        raise FileNotFoundError(f"{model} has no config.json")
     return Path(model)
 
-# %% ../../nbs/19_models.loader.ipynb #2b7daaab
+# %% ../../nbs/19_models.loader.ipynb #3bc20576
 class LazyTensor:
     "A tensor of an open safetensors file: its shape is known, its numbers are read where it is indexed"
+
     def __init__(self, file, name: str):
         self._slice = file.get_slice(name)
         self.shape = tuple(self._slice.get_shape())
 
-    def __getitem__(self, index) -> torch.Tensor: return self._slice[index]
+    def __getitem__(self, index) -> torch.Tensor:
+        return self._slice[index]
 
-# %% ../../nbs/19_models.loader.ipynb #51a08c2d
+# %% ../../nbs/19_models.loader.ipynb #c505bbbd
 class CheckpointError(ValueError):
     "A checkpoint that can't be used or doesn't fit its model; the message lists everything concerned"
 
@@ -69,11 +81,19 @@ def checkpoint_files(
 ) -> list[Path]:
     "The safetensors files of a folder: those that its index names, or all there are"
     index = folder / "model.safetensors.index.json"
-    if index.is_file(): files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-    else: files = sorted(folder.glob("*.safetensors"))
-    if not files: raise CheckpointError(f"{folder} holds no *.safetensors files")
+    if index.is_file():
+        files = sorted(
+            {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+        )
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no *.safetensors files")
     absent = [file.name for file in files if not file.is_file()]
-    if absent: raise CheckpointError(f"{folder}: the index names files that are not there: {', '.join(absent)}")
+    if absent:
+        raise CheckpointError(
+            f"{folder}: the index names files that are not there: {', '.join(absent)}"
+        )
     return files
 
 
@@ -84,10 +104,12 @@ def iter_checkpoint(
     for path in checkpoint_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys(): yield name, LazyTensor(file, name)
-        except SafetensorError as error: raise CheckpointError(f"{path} can't be read: {error}") from error
+                for name in file.keys():
+                    yield name, LazyTensor(file, name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} can't be read: {error}") from error
 
-# %% ../../nbs/19_models.loader.ipynb #d5dad311
+# %% ../../nbs/19_models.loader.ipynb #eef5f369
 def checkpoint_names(
     param_name: str,  # of one of the model's parameters
     packed_modules: dict,  # our module's name -> {the checkpoint's module name: shard id}
@@ -95,30 +117,41 @@ def checkpoint_names(
     "The checkpoint's tensors that fill a parameter"
     for ours, theirs in packed_modules.items():
         if f".{ours}." in param_name:
-            return {param_name.replace(f".{ours}.", f".{name}."): shard_id for name, shard_id in theirs.items()}
+            return {
+                param_name.replace(f".{ours}.", f".{name}."): shard_id
+                for name, shard_id in theirs.items()
+            }
     return {param_name: None}
 
-# %% ../../nbs/19_models.loader.ipynb #8a9a9396
+# %% ../../nbs/19_models.loader.ipynb #9bb1a05c
 @torch.no_grad()
 def load_weights(
     model: nn.Module,  # with `packed_modules` and `tie_word_embeddings`
     folder: Path,
 ):
     "Fill every parameter; missing, unexpected and misshapen tensors are one CheckpointError that lists them all"
-    wanted = {name: (param, shard_id) for param_name, param in model.named_parameters()
-              for name, shard_id in checkpoint_names(param_name, model.packed_modules).items()}
+    wanted = {
+        name: (param, shard_id)
+        for param_name, param in model.named_parameters()
+        for name, shard_id in checkpoint_names(param_name, model.packed_modules).items()
+    }
     missing, unexpected, misshapen = dict.fromkeys(wanted), [], []
     for name, tensor in iter_checkpoint(Path(folder)):
         if name in wanted:
             missing.pop(name, None)
             problem = fill(*wanted[name], tensor)
-            if problem: misshapen.append(f"{name}: {problem}")
-        elif name == "lm_head.weight" and model.tie_word_embeddings: continue  # compared below
-        elif not name.endswith("rotary_emb.inv_freq"): unexpected.append(name)
+            if problem:
+                misshapen.append(f"{name}: {problem}")
+        elif name == "lm_head.weight" and model.tie_word_embeddings:
+            continue  # compared below
+        elif not name.endswith("rotary_emb.inv_freq"):
+            unexpected.append(name)
     problems = {"missing": list(missing), "unexpected": unexpected, "of the wrong shape": misshapen}
     lines = [f"{what}:\n  " + "\n  ".join(names) for what, names in problems.items() if names]
-    if lines: raise CheckpointError("\n".join([f"{folder} doesn't fit {type(model).__name__}", *lines]))
-    if model.tie_word_embeddings: check_tied_head(model, folder)
+    if lines:
+        raise CheckpointError("\n".join([f"{folder} doesn't fit {type(model).__name__}", *lines]))
+    if model.tie_word_embeddings:
+        check_tied_head(model, folder)
 
 
 def fill(
@@ -128,10 +161,12 @@ def fill(
 ) -> str | None:  # what is wrong, if anything
     "Let a parameter's own loader take its part; parameters without one are copied whole"
     loader = getattr(param, "weight_loader", load_whole)
-    try: loader(param, tensor) if shard_id is None else loader(param, tensor, shard_id)
-    except ValueError as error: return str(error)
+    try:
+        loader(param, tensor) if shard_id is None else loader(param, tensor, shard_id)
+    except ValueError as error:
+        return str(error)
 
-# %% ../../nbs/19_models.loader.ipynb #4a499220
+# %% ../../nbs/19_models.loader.ipynb #42f2794b
 @torch.no_grad()
 def check_tied_head(
     model: nn.Module,  # loaded, its `lm_head` tied to the embedding
@@ -139,21 +174,27 @@ def check_tied_head(
 ):
     "Warn where a tied model's checkpoint holds a head of its own that differs: it is not used"
     for name, tensor in iter_checkpoint(Path(folder)):
-        if name != "lm_head.weight": continue
+        if name != "lm_head.weight":
+            continue
         on_disk = nn.Parameter(torch.empty_like(model.lm_head.weight), requires_grad=False)
         model.lm_head.weight_loader(on_disk, tensor)
         if not torch.equal(on_disk, model.lm_head.weight):
-            warnings.warn(f"{folder}: tie_word_embeddings is set, but lm_head.weight differs from the embedding; "
-                          "the embedding is used as the head", stacklevel=2)
+            warnings.warn(
+                f"{folder}: tie_word_embeddings is set, but lm_head.weight differs from the embedding; "
+                "the embedding is used as the head",
+                stacklevel=2,
+            )
 
-# %% ../../nbs/19_models.loader.ipynb #4711a145
+# %% ../../nbs/19_models.loader.ipynb #bded91f7
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype):
     "Create parameters in `dtype`; the process's own default returns, also after an error"
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
-    try: yield
-    finally: torch.set_default_dtype(before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def build_model(
@@ -164,9 +205,10 @@ def build_model(
     **kwargs,  # for the model's constructor
 ) -> nn.Module:
     "An instance with its parameters on `device` in `dtype`, not yet filled"
-    with default_dtype(dtype), torch.device(device): return model_class(config, **kwargs).eval()
+    with default_dtype(dtype), torch.device(device):
+        return model_class(config, **kwargs).eval()
 
-# %% ../../nbs/19_models.loader.ipynb #2add51f7
+# %% ../../nbs/19_models.loader.ipynb #a519b7fd
 @torch.no_grad()
 def init_dummy_weights(
     model: nn.Module,
@@ -176,5 +218,7 @@ def init_dummy_weights(
     "Seeded normal random matrices; norms stay as they were built, biases become zero"
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for param in model.parameters():
-        if param.dim() > 1: param.normal_(0, std, generator=generator)
-        elif hasattr(param, "weight_loader"): param.zero_()  # an uninitialised bias could be anything
+        if param.dim() > 1:
+            param.normal_(0, std, generator=generator)
+        elif hasattr(param, "weight_loader"):
+            param.zero_()  # an uninitialised bias could be anything

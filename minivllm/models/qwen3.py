@@ -11,17 +11,21 @@ from ..layers.layernorm import RMSNorm
 from .llama import LlamaAttention, LlamaForCausalLM
 from .registry import register_model
 
-# %% ../../nbs/21_models.qwen3.ipynb #b5eca48c
+# %% ../../nbs/21_models.qwen3.ipynb #04bdf34c
 class Qwen3Attention(LlamaAttention):
     "Queries and keys are normalised, head by head, before they are rotated"
+
     def head_norms(self, config: ModelConfig) -> tuple:
         "One weight vector for all query heads, one for all key heads"
-        return RMSNorm(config.head_dim, config.rms_norm_eps), RMSNorm(config.head_dim, config.rms_norm_eps)
+        return RMSNorm(config.head_dim, config.rms_norm_eps), RMSNorm(
+            config.head_dim, config.rms_norm_eps
+        )
 
 
 @register_model("Qwen3ForCausalLM")
 class Qwen3ForCausalLM(LlamaForCausalLM):
     "Dense Qwen3"
+
     attention_class = Qwen3Attention
     # the norms are the attention layer's, one level below where the checkpoint keeps them
     packed_modules = {

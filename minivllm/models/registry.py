@@ -9,7 +9,7 @@ __all__ = ['register_model', 'import_models', 'registered_models', 'get_model_cl
 import importlib
 import pkgutil
 
-# %% ../../nbs/17_models.registry.ipynb #013cb46c
+# %% ../../nbs/17_models.registry.ipynb #fffc98d8
 # the one piece of module-level state in the package; filled as the modules of `minivllm.models` are imported
 _MODELS = {}
 
@@ -18,6 +18,7 @@ def register_model(
     *architectures: str,  # names as in a checkpoint's `architectures`
 ):
     "Class decorator: this class builds checkpoints of these architectures; a name that another class has is a ValueError"
+
     def register(cls):
         for name in architectures:
             # running a notebook cell again defines the same class anew: that is no conflict
@@ -26,13 +27,15 @@ def register_model(
                 raise ValueError(f"architecture {name!r} is registered to {taken.__qualname__}")
             _MODELS[name] = cls
         return cls
+
     return register
 
-# %% ../../nbs/17_models.registry.ipynb #aa152495
+# %% ../../nbs/17_models.registry.ipynb #9dbe97f9
 def import_models():
     "Import every module of `minivllm.models`; each registers its architectures"
     package = importlib.import_module("minivllm.models")
-    for module in pkgutil.iter_modules(package.__path__): importlib.import_module(f"minivllm.models.{module.name}")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"minivllm.models.{module.name}")
 
 
 def registered_models() -> list[str]:
@@ -47,5 +50,7 @@ def get_model_class(
     "The class registered for an architecture; an unknown one is a ValueError that lists the others"
     import_models()
     if architecture not in _MODELS:
-        raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(sorted(_MODELS))}")
+        raise ValueError(
+            f"architecture {architecture!r} is not supported; supported: {', '.join(sorted(_MODELS))}"
+        )
     return _MODELS[architecture]

@@ -1,0 +1,125 @@
+"Configs as transformers 4 and 5 write them, and options that are checked when they are set"
+import json
+
+import pytest
+import torch
+import transformers
+from rigs import TINY
+from transformers import AutoConfig
+
+from minivllm.config import (
+    EngineConfig, ModelConfig, load_model_config, read_rope, resolve_dtype, resolve_max_model_len,
+)
+
+LLAMA = dict(architectures=["LlamaForCausalLM"], model_type="llama",
+             **{key: value for key, value in TINY.items() if value is not None and key != "head_dim"})
+
+
+def write(tmp_path, **changes):
+    "A folder with only a config.json: Llama's, with changes; None writes null"
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("form", [
+    dict(rope_theta=1e6, rope_scaling=None),
+    dict(rope_theta=1e6),
+    dict(rope_parameters=dict(rope_theta=1e6, rope_type="default")),
+])
+def test_the_rotary_base_is_found_in_every_form(tmp_path, form):  # F40
+    assert load_model_config(write(tmp_path, **form)).rope_theta == 1e6
+
+
+def test_a_scaling_is_found_under_its_old_name_too(tmp_path):  # F41
+    old = load_model_config(write(tmp_path, rope_theta=1e4, rope_scaling=dict(type="linear", factor=2.0)))
+    new = load_model_config(write(tmp_path, rope_parameters=dict(rope_theta=1e4, rope_type="linear", factor=2.0)))
+    assert old.rope_scaling == new.rope_scaling and new.rope_scaling["rope_type"] == "linear" and new.rope_scaling["factor"] == 2.0
+
+
+def test_a_config_without_attributes_of_version_5_is_read_like_version_4():
+    class Version4:
+        rope_theta, rope_scaling, max_position_embeddings = 5e5, {"type": "linear", "factor": 4.0}, 64
+    theta, scaling = read_rope(Version4)
+    assert theta == 5e5 and scaling == dict(rope_type="linear", factor=4.0, original_max_position_embeddings=64)
+
+
+def test_a_partial_rotation_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="partial_rotary_factor=0.5"):
+        load_model_config(write(tmp_path, rope_parameters=dict(rope_theta=1e4, rope_type="default", partial_rotary_factor=0.5)))
+
+
+@pytest.mark.parametrize("changes, head_dim", [
+    ({}, 16), (dict(head_dim=None), 16), (dict(head_dim=32), 32),
+    (dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3"), 128),
+])
+def test_head_dim_absent_null_given_or_the_familys(tmp_path, changes, head_dim):  # F43
+    assert load_model_config(write(tmp_path, **changes)).head_dim == head_dim
+
+
+def test_null_key_value_heads_means_one_for_each_query_head():
+    config = transformers.LlamaConfig(**{**TINY, "num_key_value_heads": None}, architectures=["LlamaForCausalLM"])
+    config.num_key_value_heads = None
+    assert ModelConfig.from_hf(config).num_kv_heads == 4
+
+
+@pytest.mark.parametrize("changes, dtype", [
+    (dict(torch_dtype="bfloat16"), torch.bfloat16), (dict(dtype="bfloat16"), torch.bfloat16), ({}, None),
+])
+def test_the_dtype_is_found_under_both_names(tmp_path, changes, dtype):  # F53
+    assert load_model_config(write(tmp_path, **changes)).dtype is dtype
+
+
+def test_auto_dtype_by_device():  # F53
+    assert resolve_dtype("auto", torch.bfloat16, "cpu") is torch.float32
+    assert resolve_dtype("auto", torch.float16, "cuda") is torch.float16
+    assert resolve_dtype("auto", None, "cuda:1") is torch.bfloat16
+    assert resolve_dtype("float16", torch.bfloat16, "cpu") is torch.float16
+    with pytest.raises(ValueError, match="float64"): resolve_dtype("auto", torch.float64, "cpu")
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(architectures=None), "names no architecture"), (dict(hidden_act="gelu"), "hidden_act='gelu'"), (dict(model_type="nonsense"), "nonsense"),
+])
+def test_an_unusable_config_is_a_value_error_that_names_its_folder(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message) as error: load_model_config(write(tmp_path, **changes))
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_config_that_is_no_json_is_a_value_error(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=str(tmp_path)): load_model_config(tmp_path)
+
+
+def test_end_tokens_are_a_list_whatever_the_file_says(tmp_path):  # F33
+    assert load_model_config(write(tmp_path, eos_token_id=[256, 257])).eos_token_ids == [256, 257]
+    assert load_model_config(write(tmp_path, eos_token_id=256)).eos_token_ids == [256]
+    assert load_model_config(write(tmp_path, eos_token_id=None)).eos_token_ids == []
+
+
+@pytest.mark.parametrize("options", [
+    dict(max_num_seqs=0), dict(block_size=0), dict(gpu_memory_utilization=1.5), dict(gpu_memory_utilization=0), dict(max_model_len=0),
+    dict(num_kv_blocks=-1), dict(dtype="int8"), dict(scheduling_policy="fair"), dict(load_format="pt"), dict(device="tpu"), dict(seed=-1),
+    dict(max_num_batched_tokens=1.5), dict(max_num_seqs=True),
+])
+def test_a_value_out_of_range_names_option_and_value(options):  # F68
+    (name, value), = options.items()
+    with pytest.raises(ValueError, match=f"{name}={value!r}"): EngineConfig("model", **options)
+
+
+def test_an_unknown_option_suggests_the_nearest():  # F68
+    with pytest.raises(TypeError, match="max_model_len"): EngineConfig("model", max_model_length=128)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_asking_for_an_absent_gpu_says_so():
+    assert EngineConfig("model").device == "cpu"
+    with pytest.raises(ValueError, match="no CUDA device"): EngineConfig("model", device="cuda")
+
+
+def test_max_model_len_is_the_models_or_less():
+    assert resolve_max_model_len(None, 256) == 256 and resolve_max_model_len(16, 256) == 16
+    with pytest.raises(ValueError, match="512.*256"): resolve_max_model_len(512, 256)
+
+
+def test_base_of_the_rotation_survives_auto_config():
+    assert read_rope(AutoConfig.for_model("llama", **{**TINY, "rope_theta": 5e5}))[0] == 5e5

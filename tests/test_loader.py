@@ -1,0 +1,242 @@
+"Checkpoints: everything arrives, or an error names what doesn't"
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+from rigs import DEVICE, edit_config, reference_logits, tiny_model
+from safetensors.torch import load_file, save_file
+
+from minivllm import LLM, SamplingParams
+from minivllm.config import load_model_config
+from minivllm.models.loader import (
+    CheckpointError, build_model, checkpoint_files, init_dummy_weights, iter_checkpoint, load_weights, resolve_model,
+)
+from minivllm.models.registry import get_model_class, register_model, registered_models
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    "A copy of a tiny checkpoint that a test may damage, and a function that rewrites its tensors"
+    def copy(name="qwen3"):
+        folder = tmp_path / name
+        shutil.copytree(tiny_model(name)[0], folder)
+        def rewrite(change):
+            tensors = load_file(folder / "model.safetensors")
+            change(tensors)
+            save_file(tensors, folder / "model.safetensors")
+        return folder, rewrite
+    return copy
+
+
+def load(folder):
+    "Our model, loaded from a folder"
+    config = load_model_config(folder)
+    model = build_model(get_model_class(config.architecture), config, torch.float32, DEVICE, max_position=256)
+    load_weights(model, folder)
+    return model
+
+
+def greedy(folder, prompt=(1, 2, 3, 4, 5)):
+    "The engine's first greedy tokens"
+    with LLM(str(folder), skip_tokenizer_init=True, num_kv_blocks=16, dtype="float32") as llm:
+        return llm.generate(list(prompt), SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_no_safetensors(checkpoint):  # F45 a
+    folder, _ = checkpoint()
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no .*safetensors"): load(folder)
+
+
+def test_a_missing_tensor_is_named(checkpoint):  # F45 b
+    folder, rewrite = checkpoint()
+    rewrite(lambda tensors: tensors.pop("model.layers.1.mlp.down_proj.weight"))
+    with pytest.raises(CheckpointError, match="missing:\n  model.layers.1.mlp.down_proj.weight"): load(folder)
+
+
+def test_an_unexpected_tensor_is_named(checkpoint):  # F45 c
+    folder, rewrite = checkpoint()
+    rewrite(lambda tensors: tensors.update({"foo.weight": torch.zeros(2)}))
+    with pytest.raises(CheckpointError, match="unexpected:\n  foo.weight"): load(folder)
+
+
+def test_stored_rotary_tables_are_allowed(checkpoint):  # F45 d
+    folder, rewrite = checkpoint()
+    rewrite(lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
+    load(folder)
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(checkpoint):  # F45 e
+    folder, rewrite = checkpoint()
+    rewrite(lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.weight": torch.zeros(63, 64)}))
+    with pytest.raises(CheckpointError, match=r"q_proj.weight: .*\(63, 64\).*\(64, 64\)"): load(folder)
+
+
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj"])
+def test_a_third_of_a_merged_parameter_is_missed(checkpoint, part):  # F45 f
+    folder, rewrite = checkpoint()
+    rewrite(lambda tensors: tensors.pop(f"model.layers.0.self_attn.{part}.weight"))
+    with pytest.raises(CheckpointError, match=f"missing:\n  model.layers.0.self_attn.{part}.weight"): load(folder)
+
+
+def test_all_problems_are_in_one_error(checkpoint):
+    folder, rewrite = checkpoint()
+    def change(tensors):
+        del tensors["model.norm.weight"], tensors["model.layers.0.mlp.up_proj.weight"]
+        tensors["foo.weight"] = torch.zeros(2)
+    rewrite(change)
+    with pytest.raises(CheckpointError) as error: load(folder)
+    assert all(name in str(error.value) for name in ("model.norm.weight", "layers.0.mlp.up_proj.weight", "foo.weight"))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_shards_with_an_index_load_like_one_file(tmp_path, name):
+    folder, model = tiny_model(name)
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(checkpoint_files(tmp_path)) > 2
+    ours, whole = load(tmp_path).state_dict(), load(folder).state_dict()
+    assert ours.keys() == whole.keys() and all(torch.equal(ours[key], whole[key]) for key in ours)
+
+
+def test_an_index_that_names_an_absent_file(tmp_path):
+    tiny_model("qwen3")[1].save_pretrained(tmp_path, max_shard_size="60KB")
+    last = checkpoint_files(tmp_path)[-1]
+    last.unlink()
+    with pytest.raises(CheckpointError, match=last.name): load(tmp_path)
+
+
+def test_a_truncated_file_is_named(checkpoint):
+    folder, _ = checkpoint()
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match="model.safetensors can't be read"): load(folder)
+
+
+def test_only_what_is_asked_for_is_read(checkpoint, monkeypatch):
+    "The file is never loaded whole: each tensor is sliced out of it"
+    import minivllm.models.loader as loader
+    folder, _ = checkpoint()
+    read = []
+    plain = loader.LazyTensor.__getitem__
+    monkeypatch.setattr(loader.LazyTensor, "__getitem__", lambda self, index: read.append(plain(self, index)) or read[-1])
+    names = [name for name, _ in iter_checkpoint(folder)]
+    assert not read and len(names) > 20
+    load(folder)
+    assert len(read) == len(names)
+
+
+def test_tied_without_a_head_on_disk_shares_storage(checkpoint):  # F47 a
+    folder, _ = checkpoint("qwen3-tied")
+    model = load(folder)
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    half = model.to(torch.bfloat16)  # F47 f
+    assert half.lm_head.weight.data_ptr() == half.model.embed_tokens.weight.data_ptr()
+
+
+@pytest.mark.parametrize("first", ["a_head", "z_head"])
+def test_a_different_head_on_disk_warns_and_is_not_used(checkpoint, first):  # F47 c: either order of the files
+    folder, _ = checkpoint("qwen3-tied")
+    expected = greedy(folder)
+    save_file({"lm_head.weight": torch.randn(260, 64)}, folder / f"{first}.safetensors")
+    with pytest.warns(UserWarning, match="lm_head.weight differs"): assert greedy(folder) == expected
+
+
+def test_an_equal_head_on_disk_is_silent(checkpoint):  # F47 b
+    folder, rewrite = checkpoint("qwen3-tied")
+    expected = greedy(folder)
+    rewrite(lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert greedy(folder) == expected
+
+
+def test_untied_without_a_head_is_an_error(checkpoint):  # F47 d
+    folder, rewrite = checkpoint("qwen3")
+    rewrite(lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match="missing:\n  lm_head.weight"): load(folder)
+
+
+def test_defaults_return_after_a_failed_load(checkpoint):  # F53
+    folder, rewrite = checkpoint()
+    rewrite(lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(CheckpointError): LLM(str(folder), skip_tokenizer_init=True, dtype="bfloat16")
+    assert torch.get_default_dtype() is torch.float32 and torch.empty(1).device.type == "cpu"
+
+
+def test_epsilon_comes_from_the_config(checkpoint):  # F54
+    folder, _ = checkpoint()
+    prompt = torch.arange(12).tolist()
+    edit_config(folder, rms_norm_eps=0.1)
+    with LLM(str(folder), skip_tokenizer_init=True, num_kv_blocks=16, dtype="float32") as llm:
+        seen = []
+        llm.engine.runner.sampler.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+    original = reference_logits(tiny_model("qwen3")[1], prompt)[-1]
+    import transformers
+    changed = transformers.AutoModelForCausalLM.from_pretrained(folder).to(DEVICE).eval()
+    torch.testing.assert_close(seen[0][0], reference_logits(changed, prompt)[-1], atol=1e-4, rtol=1e-4)
+    assert (seen[0][0] - original).abs().max() > 0.1
+
+
+def test_dummy_weights_need_only_a_config_and_repeat(tmp_path, checkpoint):
+    folder, _ = checkpoint()
+    shutil.copy(folder / "config.json", tmp_path / "config.json")
+    def first_tokens(seed):
+        with LLM(str(tmp_path), skip_tokenizer_init=True, load_format="dummy", num_kv_blocks=16, seed=seed) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=8)
+            return llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids
+    assert first_tokens(0) == first_tokens(0) != first_tokens(1)
+    assert all(token >= 0 for token in first_tokens(0))
+
+
+def test_dummy_biases_are_finite():
+    layer = torch.nn.Linear(4, 4)
+    layer.bias.weight_loader = None
+    torch.nn.init.constant_(layer.bias, float("nan"))
+    init_dummy_weights(layer)
+    assert layer.bias.eq(0).all()
+
+
+def test_names_that_are_no_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(FileNotFoundError, match="config.json"): resolve_model(tmp_path)
+    with pytest.raises((FileNotFoundError, ConnectionError), match="smollm2-135m"): resolve_model("./no/such/folder")
+
+
+def test_an_unreachable_hub_says_what_to_do(monkeypatch):
+    import huggingface_hub
+    def unreachable(*args, **kwargs): raise OSError("no route to host")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(ConnectionError, match="can't be fetched.*local folder"): resolve_model("Qwen/Qwen3-0.6B")
+
+
+def test_a_hub_id_becomes_the_downloaded_folder(monkeypatch, tmp_path):
+    import huggingface_hub
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, **kwargs: asked.update(model=model, **kwargs) or str(tmp_path))
+    assert resolve_model("Qwen/Qwen3-0.6B") == tmp_path
+    assert asked["model"] == "Qwen/Qwen3-0.6B" and "*.safetensors" in asked["allow_patterns"]
+
+
+def test_the_registry_lists_what_it_has(checkpoint):
+    assert {"LlamaForCausalLM", "Qwen3ForCausalLM"} <= set(registered_models())
+    folder, _ = checkpoint()
+    edit_config(folder, architectures=["GPT2LMHeadModel"])
+    with pytest.raises(ValueError, match="GPT2LMHeadModel.*LlamaForCausalLM"): LLM(str(folder), skip_tokenizer_init=True)
+
+
+def test_one_name_has_one_class():
+    with pytest.raises(ValueError, match="LlamaForCausalLM"):
+        registered_models()
+        @register_model("LlamaForCausalLM")
+        class Impostor: pass
+
+
+def test_index_json_is_respected_over_stray_files(tmp_path):
+    tiny_model("qwen3")[1].save_pretrained(tmp_path, max_shard_size="60KB")
+    save_file({"stray.weight": torch.zeros(1)}, tmp_path / "stray.safetensors")
+    named = set(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"].values())
+    assert {file.name for file in checkpoint_files(tmp_path)} == named
+    load(tmp_path)

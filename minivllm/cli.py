@@ -30,10 +30,10 @@ from .llm import LLM
 from .models.loader import resolve_model
 from .sampling_params import SamplingParams
 
-# %% ../nbs/36_cli.ipynb #ab99f651
+# %% ../nbs/36_cli.ipynb #24db1c83
 def field_comments(cls: type) -> dict:  # name -> comment
-    "What is written behind the fields of a dataclass"
-    return dict(re.findall(r"^    (\w+): .*?\s# (.+)$", inspect.getsource(cls), flags=re.M))
+    "What is written behind the fields of a dataclass, in their own line or the one that continues it"
+    return dict(re.findall(r"^    (\w+): [^#\n]*(?:\n {8}[^#\n]*)?# (.+)$", inspect.getsource(cls), flags=re.M))
 
 
 def option_type(field: dataclasses.Field) -> type:
@@ -60,7 +60,7 @@ def add_options(
             shown = "" if default is None else " (default: %(default)s)"
             group.add_argument(flag, default=default, help=about + shown, type=option_type(field))
 
-# %% ../nbs/36_cli.ipynb #927103db
+# %% ../nbs/36_cli.ipynb #f6080eb7
 NO_ENGINE_OPTIONS = {"skip_tokenizer_init"}           # these commands are about text
 NO_SAMPLING_OPTIONS = {"seed", "stop_token_ids"}      # the engine has a --seed too
 
@@ -79,7 +79,7 @@ def add_sampling_options(
 ):
     "Options of the requests"
     add_options(parser, SamplingParams, NO_SAMPLING_OPTIONS, **defaults)
-    parser.add_argument("--request-seed", type=int, help=field_comments(SamplingParams)["seed"])
+    parser.add_argument("--request-seed", type=int, help=field_comments(SamplingParams).get("seed"))
 
 
 def options_of(cls: type, args: argparse.Namespace, leave_out=()) -> dict:

@@ -13,12 +13,25 @@ import transformers
 TINY = dict(vocab_size=260, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
             intermediate_size=128, max_position_embeddings=256, rms_norm_eps=1e-6, tie_word_embeddings=False,
             initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-LLAMA3_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+
+
+def rope(rope_type, **parameters):
+    "Config keys of a rotary scaling; the training length is 64 tokens"
+    return dict(rope_theta=10000.0, rope_scaling=dict(rope_type=rope_type, original_max_position_embeddings=64, **parameters))
+
+
 RIGS = {
     "llama": ("Llama", {}),
-    "llama3": ("Llama", dict(rope_scaling=dict(LLAMA3_ROPE), rope_theta=10000.0)),
+    "llama3": ("Llama", rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)),
     "qwen3": ("Qwen3", {}),
     "qwen3-tied": ("Qwen3", dict(tie_word_embeddings=True)),
+    "llama-biased": ("Llama", dict(attention_bias=True, mlp_bias=True)),
+    "qwen2": ("Qwen2", dict(use_sliding_window=False)),
+    "mistral": ("Mistral", dict(sliding_window=256)),
+    "linear": ("Llama", rope("linear", factor=2.0)),
+    "yarn": ("Llama", rope("yarn", factor=4.0)),
+    # what transformers does beyond the training length depends on the longest text of a call: here all is within it
+    "dynamic": ("Llama", dict(rope_theta=10000.0, rope_scaling=dict(rope_type="dynamic", factor=2.0))),
 }
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TIE = 1e-4  # a first difference counts as equal where the reference's two best logits are this close

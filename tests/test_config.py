@@ -123,3 +123,21 @@ def test_max_model_len_is_the_models_or_less():
 
 def test_base_of_the_rotation_survives_auto_config():
     assert read_rope(AutoConfig.for_model("llama", **{**TINY, "rope_theta": 5e5}))[0] == 5e5
+
+
+@pytest.mark.parametrize("config, window", [
+    (transformers.MistralConfig(sliding_window=4), 4),
+    (transformers.MistralConfig(sliding_window=None), None),
+    (transformers.Qwen2Config(sliding_window=4, use_sliding_window=False), None),
+    (transformers.Qwen2Config(sliding_window=4, use_sliding_window=True, max_window_layers=1, num_hidden_layers=2), 4),
+    (transformers.Qwen2Config(sliding_window=4, use_sliding_window=True, max_window_layers=2, num_hidden_layers=2), None),
+    (transformers.LlamaConfig(), None),
+])
+def test_a_window_counts_where_a_layer_uses_it(config, window):  # F52
+    config.architectures = ["Any"]
+    assert ModelConfig.from_hf(config).sliding_window == window
+
+
+def test_a_window_bounds_the_sequence_and_the_error_gives_the_numbers():  # F52
+    assert resolve_max_model_len(4096, 32768, sliding_window=4096) == 4096
+    with pytest.raises(ValueError, match="32768.*4096"): resolve_max_model_len(None, 32768, sliding_window=4096)

@@ -240,3 +240,21 @@ def test_index_json_is_respected_over_stray_files(tmp_path):
     named = set(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"].values())
     assert {file.name for file in checkpoint_files(tmp_path)} == named
     load(tmp_path)
+
+
+def test_qwen2_biases_matter(checkpoint):  # F48: equal to transformers is tested with the other families
+    folder, rewrite = checkpoint("qwen2")
+    model = load(folder)
+    attention = model.model.layers[0].self_attn
+    assert attention.qkv_proj.bias is not None and attention.o_proj.bias is None
+    rewrite(lambda tensors: [tensor.zero_() for name, tensor in tensors.items() if name.endswith("bias")])
+    prompts = [(i, i + 1, i + 2) for i in range(0, 60, 6)]
+    assert any(greedy(folder, prompt) != greedy(tiny_model("qwen2")[0], prompt) for prompt in prompts)
+
+
+def test_a_sliding_window_shorter_than_the_sequence_is_refused_at_load(checkpoint):  # F52
+    folder, _ = checkpoint("mistral")
+    edit_config(folder, sliding_window=32)
+    with pytest.raises(ValueError, match="256.*32"): LLM(str(folder), skip_tokenizer_init=True, num_kv_blocks=16)
+    with LLM(str(folder), skip_tokenizer_init=True, num_kv_blocks=16, max_model_len=32, dtype="float32") as llm:
+        assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)

@@ -119,7 +119,7 @@ def takes_engine_options(init):
     init.__signature__ = inspect.Signature([first, model, *keywords])
     return check_option_names(init)
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #cf9bd475
+# %% ../../nbs/34_engine.llm_engine.ipynb #0afed094
 class LLMEngine:
     "Tokenizer, scheduler and runner behind four calls: add_request, step, abort_request, exit"
 
@@ -133,7 +133,8 @@ class LLMEngine:
         self.config = config = EngineConfig(model, **options)
         folder = resolve_model(config.model)
         self.model_config = load_model_config(folder)
-        self.max_model_len = resolve_max_model_len(config.max_model_len, self.model_config.max_position_embeddings)
+        self.max_model_len = resolve_max_model_len(
+            config.max_model_len, self.model_config.max_position_embeddings, self.model_config.sliding_window)
         self.tokenizer = None
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(config.tokenizer or folder, self.model_config.vocab_size)

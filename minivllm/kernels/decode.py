@@ -22,16 +22,16 @@ class DecodePlan(NamedTuple):
     bias: torch.Tensor  # `[num_seqs * num_kv_heads, 1, longest]`, 0 for a key, -inf for padding
     empty: torch.Tensor | None  # `[num_seqs, 1, 1]`, true for requests without a key; None: there are none
 
-# %% ../../nbs/14_kernels.decode.ipynb #0fc29f6b
+# %% ../../nbs/14_kernels.decode.ipynb #25dd5720
 def plan_group(
     k_cache: torch.Tensor,       # `[num_blocks, block_size, num_kv_heads, head_dim]`
     block_tables: torch.Tensor,  # `[num_seqs, max_blocks]`
     context_lens: torch.Tensor,  # `[num_seqs]`
-    longest: int,                # the largest of `context_lens`
+    lens: list[int],             # `context_lens` on the host
 ) -> DecodePlan:
     "Rows and bias of requests that are gathered together"
     block_size, num_kv_heads = k_cache.shape[1:3]
-    position = torch.arange(longest, device=k_cache.device)
+    position = torch.arange(max(lens), device=k_cache.device)
     slots = block_tables[:, position // block_size].long() * block_size + position % block_size
     padding = position >= context_lens.unsqueeze(1)
     # padding reads the request's first key: other slots may hold NaN, and 0 * NaN is NaN
@@ -40,10 +40,10 @@ def plan_group(
     rows = slots.unsqueeze(1) * num_kv_heads + head  # [num_seqs, num_kv_heads, longest]
     bias = torch.zeros(rows.shape, dtype=k_cache.dtype, device=k_cache.device)
     bias.masked_fill_(padding.unsqueeze(1), -torch.inf)
-    empty = context_lens.eq(0)[:, None, None]
-    return DecodePlan(len(slots), rows.flatten(), bias.flatten(0, 1).unsqueeze(1), empty if empty.any() else None)
+    empty = context_lens.eq(0)[:, None, None] if 0 in lens else None
+    return DecodePlan(len(lens), rows.flatten(), bias.flatten(0, 1).unsqueeze(1), empty)
 
-# %% ../../nbs/14_kernels.decode.ipynb #5f955ff4
+# %% ../../nbs/14_kernels.decode.ipynb #584f4ba5
 def plan_decode(
     k_cache: torch.Tensor,       # `[num_blocks, block_size, num_kv_heads, head_dim]`, of any layer
     block_tables: torch.Tensor,  # `[num_seqs, max_blocks]`
@@ -54,10 +54,8 @@ def plan_decode(
     token_bytes = 2 * k_cache[0, 0].nbytes
     rectangle_bytes = max(lens) * token_bytes or 1  # nothing but padding rows
     size = max(1, GATHERED_BYTES[k_cache.device.type] // rectangle_bytes)
-    return [
-        plan_group(k_cache, block_tables[i : i + size], context_lens[i : i + size], max(lens[i : i + size]))
-        for i in range(0, len(lens), size)
-    ]
+    parts = (slice(i, i + size) for i in range(0, len(lens), size))
+    return [plan_group(k_cache, block_tables[part], context_lens[part], lens[part]) for part in parts]
 
 # %% ../../nbs/14_kernels.decode.ipynb #0c2be518
 def attend_gathered(

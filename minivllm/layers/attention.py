@@ -17,7 +17,7 @@ from ..kernels.decode import paged_decode_torch, plan_decode
 from ..kernels.kv_cache import store_kv_torch
 from ..kernels.prefill import paged_prefill_torch
 
-# %% ../../nbs/15_layers.attention.ipynb #fac0dc88
+# %% ../../nbs/15_layers.attention.ipynb #16c22147
 @dataclass(frozen=True)
 class ForwardContext:
     "What a forward pass knows besides its activations: where K/V goes, and which K/V each query sees"
@@ -27,7 +27,7 @@ class ForwardContext:
     context_lens: torch.Tensor  # `[num_seqs]` int32, keys that the sequence's last query sees
     cu_seqlens_q: torch.Tensor  # `[num_seqs + 1]` int32, where each sequence's queries begin and end
     num_decodes: int            # the first `num_decodes` sequences have one query each
-    kv_caches: list             # per layer `(k_cache, v_cache)`, each `[num_blocks, block_size, num_kv_heads, head_dim]`
+    kv_caches: list             # per layer `(k_cache, v_cache)`, `[num_blocks, block_size, num_kv_heads, head_dim]` each
 
     @cached_property
     def decodes(self) -> tuple:  # block_tables, context_lens
@@ -47,7 +47,7 @@ class ForwardContext:
             results[key] = compute()
         return results[key]
 
-# %% ../../nbs/15_layers.attention.ipynb #6f49a27f
+# %% ../../nbs/15_layers.attention.ipynb #56a304bc
 class TorchAttentionBackend:
     "Plain torch over pages: runs anywhere, and is what the other backends are held to"
 
@@ -55,29 +55,29 @@ class TorchAttentionBackend:
 
     @staticmethod
     def store_kv(key, value, k_cache, v_cache, ctx):
-        "Keys and values of this step into their slots"
+        "Keys and values of the step's tokens into their slots"
         store_kv_torch(key, value, k_cache, v_cache, ctx.slot_mapping)
 
     @staticmethod
     def decode(q, k_cache, v_cache, ctx, scale):
-        "The sequences with one query"
+        "Attention of the sequences with one query"
         plan = ctx.once("decode plan", lambda: plan_decode(k_cache, *ctx.decodes))
         return paged_decode_torch(q, k_cache, v_cache, *ctx.decodes, scale, plan)
 
     @staticmethod
     def prefill(q, k_cache, v_cache, ctx, scale):
-        "The sequences with several queries"
+        "Attention of the sequences with several queries"
         block_tables, *lens = ctx.prefills
-        lens = ctx.once("prefill lengths", lambda: [t.cpu() for t in lens])  # the GPU is waited for once
+        lens = ctx.once("prefill lengths", lambda: [t.cpu() for t in lens])  # a GPU is waited for once
         return paged_prefill_torch(q, k_cache, v_cache, block_tables, *lens, scale)
 
-# %% ../../nbs/15_layers.attention.ipynb #35c9b5a7
+# %% ../../nbs/15_layers.attention.ipynb #8c4e75e7
 ATTENTION_BACKENDS = {"torch": TorchAttentionBackend}
 LATER_BACKENDS = ("triton", "flash_attn")
 
 
 def get_attention_backend(
-    name: str,  # "auto" or a key of `ATTENTION_BACKENDS`
+    name: str,  # "auto", or a key of `ATTENTION_BACKENDS`
 ) -> type:
     "The backend's class; one that can't run here is a ValueError that says why"
     if name == "auto":
@@ -85,10 +85,9 @@ def get_attention_backend(
     if name in ATTENTION_BACKENDS:
         return ATTENTION_BACKENDS[name]
     why = "is not part of this version" if name in LATER_BACKENDS else "is unknown"
-    known = ", ".join(["auto", *ATTENTION_BACKENDS])
-    raise ValueError(f"attention_backend={name!r} {why}: must be one of {known}")
+    raise ValueError(f"attention_backend={name!r} {why}; there are: auto, {', '.join(ATTENTION_BACKENDS)}")
 
-# %% ../../nbs/15_layers.attention.ipynb #5c679aeb
+# %% ../../nbs/15_layers.attention.ipynb #7df689cc
 class Attention(nn.Module):
     "Attention of one layer, from the packed projection to the heads' outputs"
 
@@ -116,6 +115,13 @@ class Attention(nn.Module):
         ctx: ForwardContext,
     ) -> torch.Tensor:            # `[num_tokens, num_heads * head_dim]`
         "Normalise and rotate queries and keys, store keys and values, attend"
+        q, k, v = self.unpack(qkv, positions)
+        k_cache, v_cache = ctx.kv_caches[self.layer_idx]
+        self.backend.store_kv(k, v, k_cache, v_cache, ctx)
+        return self.attend(q, k_cache, v_cache, ctx).flatten(1)
+
+    def unpack(self, qkv, positions):
+        "Queries and keys, normalised and rotated, and values, `[num_tokens, heads, head_dim]` each"
         sizes = [self.num_heads, self.num_kv_heads]
         qk, v = qkv.view(len(qkv), -1, self.head_dim).split([sum(sizes), self.num_kv_heads], dim=1)
         if self.q_norm is None:
@@ -123,9 +129,7 @@ class Attention(nn.Module):
         else:
             q, k = qk.split(sizes, dim=1)
             q, k = self.rope(positions, self.q_norm(q), self.k_norm(k))
-        k_cache, v_cache = ctx.kv_caches[self.layer_idx]
-        self.backend.store_kv(k, v, k_cache, v_cache, ctx)
-        return self.attend(q, k_cache, v_cache, ctx).flatten(1)
+        return q, k, v
 
     def attend(self, q, k_cache, v_cache, ctx):
         "Decode rows first, the others behind them; each kernel only where it has rows"

@@ -3,7 +3,7 @@ import json
 import shutil
 from pathlib import Path
 
-from rigs import edit_config, tiny_model
+from rigs import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -59,7 +59,7 @@ def model_folder(
     folder: Path,  # to be made
     tokenizer=None,
     generation_config: dict | None = None,
-    **config,  # keys of config.json to change
+    **config,  # keys of config.json to change; the end token is none unless given
 ) -> Path:
     "A tiny random Llama with a tokenizer of its own"
     source, _ = tiny_model("llama")
@@ -68,5 +68,7 @@ def model_folder(
     (tokenizer or byte_tokenizer()).save_pretrained(folder)
     if generation_config is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation_config))
-    edit_config(folder, **config)
+    path = folder / "config.json"
+    # a key that is missing would mean the family's default: Llama's end token is 2
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": None, **config}))
     return folder

@@ -18,18 +18,18 @@ class SequenceStatus(Enum):
     RUNNING = auto()
     FINISHED = auto()
 
-# %% ../../nbs/25_engine.sequence.ipynb #f9204ddc
+# %% ../../nbs/25_engine.sequence.ipynb #eec76e82
 class Sequence:
     "The tokens of one request, and what the engine knows about them"
 
     def __init__(
         self,
-        seq_id: int,                            # unique in its engine, in order of arrival
-        token_ids: list[int],                   # the prompt; copied
+        seq_id: int,                     # unique in its engine, in order of arrival
+        token_ids: list[int],            # the prompt; copied
         sampling_params: SamplingParams,
-        block_size: int,                        # tokens of a KV block
+        block_size: int,                 # tokens of a KV block
         stop_token_ids: frozenset = frozenset(),  # it ends after any of these
-        seed: int = 0,                          # of its random numbers
+        seed: int = 0,                   # of its random numbers
     ):
         self.seq_id = seq_id
         self.token_ids = list(token_ids)
@@ -43,13 +43,13 @@ class Sequence:
         # at this length it ends; the scheduler lowers it where model or memory end earlier
         self.max_num_tokens = self.num_prompt_tokens + sampling_params.max_tokens
         self.status = SequenceStatus.WAITING
-        self.finish_reason = None         # "stop", "length", "abort" or "error", once finished
-        self.stop_reason = None           # the token that ended it, if the request named that one
-        self.num_computed_tokens = 0      # tokens whose K/V is in its blocks
-        self.num_cached_tokens = 0        # of these, found there when it was first admitted
-        self.admission = -1               # number of its latest admission
-        self.block_table = array("i")     # the physical block of each logical one
-        self.block_hashes = []            # of its full blocks, as far as they were asked for
+        self.finish_reason = None      # "stop", "length", "abort" or "error", once finished
+        self.stop_reason = None        # the token that ended it, if the request named that one
+        self.num_computed_tokens = 0   # tokens whose K/V is in its blocks
+        self.num_cached_tokens = 0     # of these, found there when it was first admitted
+        self.admission = -1            # number of its latest admission
+        self.block_table = array("i")  # the physical block of each logical one
+        self.block_hashes = []         # of its full blocks, as far as they were asked for
 
     def __len__(self):
         return len(self.token_ids)
@@ -94,8 +94,8 @@ class Sequence:
 
     def block(
         self,
-        i: int,        # logical block
-    ) -> list[int]:    # `block_size` token ids, or fewer in the last block
+        i: int,      # logical block
+    ) -> list[int]:  # `block_size` token ids, or fewer in the last block
         "The tokens of block `i`"
         start = i * self.block_size
         if not 0 <= start < len(self.token_ids):

@@ -13,14 +13,14 @@ import torch
 # %% ../../nbs/14_kernels.decode.ipynb #23adca66
 GATHERED_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}  # keys and values brought together at once
 
-# %% ../../nbs/14_kernels.decode.ipynb #7d3c0648
+# %% ../../nbs/14_kernels.decode.ipynb #a6cf426d
 class DecodePlan(NamedTuple):
-    "Where the keys of a group of requests stand: the same in every layer"
+    "Where the keys of some requests stand, one matrix per request and KV head; the same in all layers"
 
     num_seqs: int
-    rows: torch.Tensor  # `[num_seqs * num_kv_heads * longest]` int64, rows of `cache.view(-1, head_dim)`
-    bias: torch.Tensor  # `[num_seqs * num_kv_heads, 1, longest]`, 0 for a key, -inf for padding
-    empty: torch.Tensor | None  # `[num_seqs, 1, 1]`, true for requests without a key; None: there are none
+    rows: torch.Tensor  # `[matrices * longest]` int64, rows of `cache.view(-1, head_dim)`
+    bias: torch.Tensor  # `[matrices, 1, longest]`, 0 for a key, -inf for padding
+    empty: torch.Tensor | None  # `[num_seqs, 1, 1]`, true for a request without keys; None: none is
 
 # %% ../../nbs/14_kernels.decode.ipynb #25dd5720
 def plan_group(
@@ -76,13 +76,13 @@ def attend_gathered(
     out = torch.bmm(probs, v).view(q.shape)
     return out if plan.empty is None else out.masked_fill(plan.empty, 0)
 
-# %% ../../nbs/14_kernels.decode.ipynb #e150cf72
+# %% ../../nbs/14_kernels.decode.ipynb #94e9819e
 def paged_decode_torch(
     q: torch.Tensor,             # `[num_seqs, num_heads, head_dim]`, one query per request
     k_cache: torch.Tensor,       # `[num_blocks, block_size, num_kv_heads, head_dim]`
     v_cache: torch.Tensor,       # like `k_cache`
     block_tables: torch.Tensor,  # `[num_seqs, max_blocks]`, read as far as `context_lens` says
-    context_lens: torch.Tensor,  # `[num_seqs]`, keys to attend to; 0 marks a padding row, which gives zeros
+    context_lens: torch.Tensor,  # `[num_seqs]`, keys to attend to; 0: a padding row, gives zeros
     scale: float,                # factor on the scores
     plan: list | None = None,    # `plan_decode` of the same batch, where the caller has it
 ) -> torch.Tensor:               # like `q`
@@ -91,8 +91,8 @@ def paged_decode_torch(
         plan = plan_decode(k_cache, block_tables, context_lens)
     if len(plan) == 1:
         return attend_gathered(q, k_cache, v_cache, plan[0], scale)
-    groups = q.split([group.num_seqs for group in plan])
-    return torch.cat([attend_gathered(part, k_cache, v_cache, group, scale) for part, group in zip(groups, plan)])
+    parts = zip(q.split([group.num_seqs for group in plan]), plan)
+    return torch.cat([attend_gathered(part, k_cache, v_cache, group, scale) for part, group in parts])
 
 # %% ../../nbs/14_kernels.decode.ipynb #34071d05
 def paged_decode(q, k_cache, v_cache, block_tables, context_lens, scale):

@@ -1,0 +1,333 @@
+"LLM: prompts in, answers out, in order; mistakes name their prompt; whatever ends a call, nothing of it stays behind"
+import inspect
+import re
+
+import numpy as np
+import pytest
+from byte_tokenizer import BOS, CHAT_TEMPLATE, EOS, EOT, byte_tokenizer, model_folder
+
+from minivllm import LLM, LLMEngine, SamplingParams
+
+T0 = dict(dtype="float32", block_size=4, num_kv_blocks=32, max_model_len=64, max_num_batched_tokens=64, max_num_seqs=4)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PROMPTS = ["one", "twenty-two", "three!", "fo", "five and more"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return model_folder(tmp_path_factory.mktemp("llm") / "model", byte_tokenizer(chat_template=CHAT_TEMPLATE))
+
+
+@pytest.fixture
+def llm(folder):
+    with LLM(str(folder), **T0) as llm:
+        yield llm
+        if llm.engine.runner: check_idle(llm)
+
+
+@pytest.fixture(scope="session")
+def alone(folder):
+    "What each prompt gives when it is the only one"
+    with LLM(str(folder), **T0) as llm: return [tokens(llm.generate(p, GREEDY, use_tqdm=False))[0] for p in PROMPTS]
+
+
+def tokens(outputs): return [output.outputs[0].token_ids for output in outputs]
+
+
+def check_idle(llm):
+    "Nothing of any call is left in the engine"
+    manager = llm.engine.scheduler.block_manager
+    assert not llm.engine.requests and not llm.engine.request_ids and not llm.outputs
+    assert not llm.engine.scheduler.has_unfinished() and manager.num_free_blocks == manager.num_blocks
+
+
+def check_answers(llm, alone):
+    "The engine answers as if nothing had happened"
+    check_idle(llm)
+    assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == alone
+
+
+# generate
+
+
+def test_outputs_are_in_the_order_of_the_prompts(llm, alone):
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [output.prompt for output in outputs] == PROMPTS and tokens(outputs) == alone
+    # the shortest ends first, and is still in its place
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (8, 1, 4, 2, 3)]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert tokens(outputs) == [a[:n] for a, n in zip(alone, (8, 1, 4, 2, 3))]
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+
+
+@pytest.mark.parametrize("prompts, ids", [
+    ("Hi", [[72, 105]]), (["Hi"], [[72, 105]]), ([72, 105], [[72, 105]]), ((72, 105), [[72, 105]]), ([[72, 105]], [[72, 105]]),
+    ({"prompt": "Hi"}, [[72, 105]]), ({"prompt_token_ids": [72]}, [[72]]), (["H", [105], {"prompt": "Hi"}], [[72], [105], [72, 105]]),
+    ([], []), (list(np.array([72, 105])), [[72, 105]]),
+])
+def test_one_prompt_or_many(llm, prompts, ids):
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == ids
+
+
+@pytest.mark.parametrize("prompts, error, message", [
+    (["ok", ""], ValueError, "prompt 1: the prompt is empty"),
+    ([""], ValueError, "prompt 0: the prompt is empty"),
+    ([[]], ValueError, "prompt 0: the prompt is empty"),
+    ("", ValueError, "prompt 0: the prompt is empty"),
+    ([[1], [0, 260], [2]], ValueError, "prompt 1: .*260"),
+    ([3.0], ValueError, "prompt 0: .*3.0"),
+    ([True], ValueError, "prompt 0: .*True"),
+    ([[True]], ValueError, "prompt 0: .*True"),
+    ([-1], ValueError, "prompt 0: .*-1"),
+    (["ok", None], TypeError, "prompt 1: a prompt is"),
+    (["ok", "a\ud800"], (ValueError, TypeError), "prompt 1: "),
+    (["ok", "x" * 64, "ok"], ValueError, "prompt 1: .*64 tokens.*max_model_len=64"),
+    (None, TypeError, "prompts must be"),
+    (5, TypeError, "prompts must be"),
+])
+def test_a_bad_prompt_names_its_index_and_nothing_runs(llm, alone, prompts, error, message):
+    with pytest.raises(error, match=message): llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert llm.engine.stats.num_steps == 0
+    check_answers(llm, alone)
+
+
+def test_an_over_long_prompt_is_no_silent_answer(folder):
+    with LLM(str(folder), **{**T0, "max_model_len": 16}) as llm:
+        with pytest.raises(ValueError, match="prompt 0: .*20 tokens.*16"):
+            llm.generate([[1] * 20, [1] * 5], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert llm.engine.stats.num_steps == 0
+
+
+def test_one_parameter_for_all_or_one_each(llm):
+    for bad, error in ((dict(temperature=0), TypeError), ("greedy", TypeError), ([GREEDY], ValueError), ([GREEDY, 5], TypeError)):
+        with pytest.raises(error, match="sampling_params"): llm.generate(["a", "b"], bad, use_tqdm=False)
+        check_idle(llm)
+    outputs = llm.generate(["a", "b"], [GREEDY, None], use_tqdm=False)
+    assert [len(t) for t in tokens(outputs)][0] == 8 and len(tokens(outputs)[1]) <= 16
+
+
+def test_many_more_requests_than_places(llm, alone):
+    outputs = llm.generate(PROMPTS * 8, GREEDY, use_tqdm=False)
+    assert tokens(outputs) == alone * 8
+
+
+def test_a_user_of_the_engine_keeps_its_requests(llm, alone):
+    "Requests that somebody adds by hand are run with the others, and are nobody else's business"
+    llm.engine.add_request("0", PROMPTS[0], GREEDY)
+    assert tokens(llm.generate(PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False))[0] == alone[1][:2]
+    assert list(llm.engine.requests) == ["0"] and not llm.outputs
+    with pytest.raises(ValueError): llm.generate("", use_tqdm=False)
+    final = []
+    while llm.engine.has_unfinished_requests(): final += llm.engine.step()
+    assert final[-1].outputs[0].token_ids == alone[0]
+
+
+def test_the_bar_shows_both_rates(llm, capsys):
+    llm.generate(PROMPTS, GREEDY)
+    shown = capsys.readouterr().err
+    assert re.search(r"5/5 .*prompt \d+ tok/s, output \d+ tok/s", shown)
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+# stream
+
+
+def test_a_stream_is_the_same_answer_in_pieces(llm, alone):
+    outputs = list(llm.stream(PROMPTS[1], GREEDY))
+    assert [output.outputs[0].token_ids for output in outputs] == [alone[1][: n + 1] for n in range(8)]
+    assert [output.finished for output in outputs] == [False] * 7 + [True]
+    texts = [output.outputs[0].text for output in outputs]
+    assert all(b.startswith(a) for a, b in zip(texts, texts[1:]))
+    assert texts[-1] == llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)[0].outputs[0].text
+
+
+def test_leaving_a_stream_ends_its_request(llm, alone):
+    for output in llm.stream(PROMPTS[0], GREEDY):
+        if len(output.outputs[0].token_ids) == 3: break
+    check_answers(llm, alone)
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    check_idle(llm)  # nothing is queued before the first output is asked for
+    next(stream)
+    stream.close()
+    check_answers(llm, alone)
+    with pytest.raises(ZeroDivisionError):
+        for output in llm.stream(PROMPTS[0], GREEDY): 1 / 0
+    check_answers(llm, alone)
+
+
+def test_a_bad_prompt_in_a_stream(llm, alone):
+    with pytest.raises(ValueError, match="empty"): next(llm.stream("", GREEDY))
+    with pytest.raises(TypeError): next(llm.stream(["a", "b"], GREEDY))
+    check_answers(llm, alone)
+
+
+def test_two_calls_share_the_engine(llm, alone):
+    "A stream is in the middle of its answer when another call runs, and a second stream begins"
+    seen, inner = [], {}
+    for output in llm.stream(PROMPTS[0], GREEDY):
+        seen.append(output)
+        if len(seen) == 2: inner["generate"] = tokens(llm.generate(PROMPTS[1:], GREEDY, use_tqdm=False))
+    assert inner["generate"] == alone[1:]
+    # its later tokens came while the other call ran: the next output is the newest, and the last comes once
+    assert seen[-1].finished and [o.finished for o in seen].count(True) == 1 and seen[-1].outputs[0].token_ids == alone[0]
+    check_idle(llm)
+    streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:3]]
+    last = {}
+    while streams:
+        for i, stream in list(enumerate(streams)):
+            output = next(stream, None)
+            if output is None: streams.remove(stream)
+            else: last[output.prompt] = output.outputs[0].token_ids
+    assert last == dict(zip(PROMPTS, alone[:3]))
+
+
+def test_a_short_answer_waits_for_its_stream(llm):
+    "Both streams end in the same steps; each sees its own end"
+    first, second = (llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=2)) for prompt in PROMPTS[:2])
+    next(first), next(second)
+    assert [o.finished for o in first] == [True] and [o.finished for o in second] == [True]
+
+
+def test_aborting_and_closing_from_within_a_stream(folder, alone):
+    llm = LLM(str(folder), **T0)
+    outputs = []
+    for output in llm.stream(PROMPTS[0], GREEDY):
+        outputs.append(output)
+        llm.engine.abort_request(output.request_id)
+    assert len(outputs) == 1
+    check_answers(llm, alone)
+    for output in llm.stream(PROMPTS[0], GREEDY): llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"): llm.generate("a", use_tqdm=False)
+
+
+# errors and interrupts
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_an_interrupted_call_leaves_nothing(llm, alone, error, step):
+    run, calls = llm.engine.runner.run, 0
+
+    def failing(*args):
+        nonlocal calls
+        calls += 1
+        if calls == step: raise error("now")
+        return run(*args)
+
+    llm.engine.runner.run = failing
+    with pytest.raises(error): llm.generate(PROMPTS, GREEDY)
+    check_answers(llm, alone)
+    calls = 0
+    with pytest.raises(error): list(llm.stream(PROMPTS[0], GREEDY))
+    check_answers(llm, alone)
+
+
+def test_an_interrupt_while_prompts_are_queued(llm, alone, monkeypatch):
+    encode, calls = LLMEngine.encode, 0
+
+    def interrupted(self, prompt):
+        nonlocal calls
+        calls += 1
+        if calls == 3: raise KeyboardInterrupt
+        return encode(self, prompt)
+
+    monkeypatch.setattr(LLMEngine, "encode", interrupted)
+    with pytest.raises(KeyboardInterrupt): llm.generate(PROMPTS, GREEDY)
+    check_answers(llm, alone)
+
+
+def test_a_failing_call_leaves_a_stream_alone(llm, alone):
+    "The call that fails gives up its own requests; the stream goes on"
+    run, broken = llm.engine.runner.run, False
+
+    def failing(*args):
+        if broken: raise RuntimeError("now")
+        return run(*args)
+
+    llm.engine.runner.run = failing
+    for n, output in enumerate(llm.stream(PROMPTS[0], GREEDY)):
+        broken = n == 3
+        if broken:
+            with pytest.raises(RuntimeError): llm.generate(PROMPTS[1:], GREEDY, use_tqdm=False)
+            broken = False
+    assert output.finished and output.outputs[0].token_ids == alone[0]
+
+
+# chat
+
+
+def test_chat_writes_with_the_models_template(llm):
+    messages = [{"role": "user", "content": "Hi"}]
+    output, = llm.chat(messages, GREEDY, use_tqdm=False)
+    assert output.prompt == "<bos>user:Hi<eot><bos>assistant:"
+    assert output.prompt_token_ids == [BOS, *b"user:Hi", EOT, BOS, *b"assistant:"]  # special tokens, not their letters
+    again = llm.chat([messages, messages], [GREEDY, GREEDY], use_tqdm=False)
+    assert tokens(again) == [output.outputs[0].token_ids] * 2
+    assert llm.engine.stop_token_ids == {EOS, EOT}
+    assert llm.chat([], GREEDY) == []
+
+
+def test_the_template_alone_writes_the_first_token(tmp_path):
+    "A tokenizer that adds a token to every text would add a second one"
+    tokenizer = byte_tokenizer(add_bos=True, chat_template=CHAT_TEMPLATE)
+    with LLM(str(model_folder(tmp_path / "m", tokenizer)), **T0) as llm:
+        output, = llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=1), use_tqdm=False)
+        assert output.prompt_token_ids[:2] == [BOS, ord("u")]
+
+
+def test_what_the_template_is_told(tmp_path):
+    tokenizer = byte_tokenizer(chat_template="{{ messages[0]['content'] }}{% if loud %}!{% endif %}")
+    with LLM(str(model_folder(tmp_path / "m", tokenizer)), **T0) as llm:
+        messages = [{"role": "user", "content": "Hi"}]
+        assert llm.chat_prompt(messages)["prompt"] == "Hi"
+        assert llm.chat_prompt(messages, {"loud": True})["prompt"] == "Hi!"
+        output, = llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False, chat_template_kwargs={"loud": True})
+        assert output.prompt == "Hi!"
+
+
+@pytest.mark.parametrize("messages, error", [
+    ("Hi", TypeError), (5, TypeError), (["Hi"], TypeError), ([[{"role": "user"}]], TypeError), ([[]], TypeError),
+    ([[{"role": "user", "content": "Hi"}], None], TypeError), ({"role": "user", "content": "Hi"}, TypeError),
+])
+def test_what_is_no_conversation(llm, messages, error):
+    with pytest.raises(error, match="conversation"): llm.chat(messages, use_tqdm=False)
+    check_idle(llm)
+
+
+def test_a_template_that_refuses_names_the_prompt(tmp_path, folder):
+    refuses = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user speaks first') }}{% endif %}x"
+    good, bad = [{"role": "user", "content": "Hi"}], [{"role": "assistant", "content": "Hi"}]
+    with LLM(str(model_folder(tmp_path / "m", byte_tokenizer(chat_template=refuses))), **T0) as llm:
+        with pytest.raises(ValueError, match="prompt 1: the user speaks first"): llm.chat([good, bad], use_tqdm=False)
+        check_idle(llm)
+    with LLM(str(model_folder(tmp_path / "n")), **T0) as llm:
+        with pytest.raises(ValueError, match="chat needs"): llm.chat(good, use_tqdm=False)
+
+
+# the constructor
+
+
+@pytest.mark.parametrize("cls", [LLM, LLMEngine])
+def test_the_signature_shows_the_options(cls, folder):
+    parameters = inspect.signature(cls).parameters
+    assert list(parameters)[:3] == ["model", "tokenizer", "skip_tokenizer_init"] and "options" not in parameters
+    assert parameters["max_num_seqs"].default == 256 and parameters["max_num_seqs"].kind is inspect.Parameter.KEYWORD_ONLY
+    with pytest.raises(TypeError, match=rf"{cls.__name__}\(\) has no option 'max_model_length'; did you mean 'max_model_len'"):
+        cls(str(folder), max_model_length=128)
+    with pytest.raises(TypeError): cls()
+    with pytest.raises(TypeError): cls(str(folder), "a tokenizer")
+
+
+def test_close_is_harmless_twice_and_comes_with_the_block(folder):
+    with LLM(str(folder), **T0) as llm:
+        assert len(tokens(llm.generate("a", GREEDY, use_tqdm=False))[0]) == 8
+        llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"): llm.generate("a", use_tqdm=False)
+    with pytest.raises(RuntimeError, match="closed"): next(llm.stream("a"))
+    with pytest.raises(ZeroDivisionError):
+        with LLM(str(folder), **T0) as llm: 1 / 0
+    assert llm.engine.runner is None

@@ -141,3 +141,60 @@ def test_a_window_counts_where_a_layer_uses_it(config, window):  # F52
 def test_a_window_bounds_the_sequence_and_the_error_gives_the_numbers():  # F52
     assert resolve_max_model_len(4096, 32768, sliding_window=4096) == 4096
     with pytest.raises(ValueError, match="32768.*4096"): resolve_max_model_len(None, 32768, sliding_window=4096)
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(num_key_value_heads=3), "num_key_value_heads=3.*num_attention_heads=4"), (dict(num_key_value_heads=8), "num_key_value_heads=8"),
+    (dict(num_key_value_heads=0), "num_key_value_heads=0"), (dict(num_key_value_heads=-2), "num_key_value_heads=-2"),
+    (dict(num_attention_heads=0), "."), (dict(num_attention_heads=5), "5"), (dict(num_attention_heads=128), "hidden_size|head"),
+    (dict(hidden_size=-64), "hidden_size=-64"), (dict(vocab_size=0), "vocab_size=0"), (dict(vocab_size="260"), "vocab_size"),
+    (dict(num_hidden_layers=0), "num_hidden_layers=0"), (dict(num_hidden_layers=2.5), "num_hidden_layers"),
+    (dict(intermediate_size=-1), "intermediate_size=-1"), (dict(head_dim=-16), "head_dim=-16"), (dict(head_dim=15), "head_dim.*15"),
+    (dict(max_position_embeddings=0), "max_position_embeddings=0"), (dict(rms_norm_eps=-1.0), "rms_norm_eps=-1.0"),
+    (dict(rope_theta=0.0), "rope_theta=0.0"), (dict(rope_theta=-1.0), "rope_theta=-1.0"),
+    (dict(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=0), "sliding_window=0"),
+    (dict(architectures=[3]), "architectures"), (dict(torch_dtype="nonsense"), "nonsense"), (dict(dtype="load"), "."),
+])
+def test_a_number_that_builds_no_model_is_refused_by_its_name_in_the_file(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message) as error: load_model_config(write(tmp_path, **changes))
+    assert str(tmp_path) in str(error.value)
+
+
+def test_one_architecture_may_stand_without_its_list(tmp_path):
+    assert load_model_config(write(tmp_path, architectures="LlamaForCausalLM")).architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("quantization", [dict(quant_method="gptq", bits=4, group_size=128), dict(quant_method="fp8")])
+def test_a_quantised_checkpoint_is_refused(tmp_path, quantization):
+    with pytest.raises(ValueError, match=f"quantization.*{quantization['quant_method']}"):
+        load_model_config(write(tmp_path, quantization_config=quantization))
+
+
+def test_rotary_settings_per_kind_of_layer_are_refused():
+    class PerLayer:
+        rope_parameters = {kind: dict(rope_type="default", rope_theta=1e6) for kind in ("full_attention", "sliding_attention")}
+        max_position_embeddings = 64
+    with pytest.raises(ValueError, match="full_attention"): read_rope(PerLayer)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "null", '"text"', "", "3"])
+def test_a_config_that_is_no_object_is_a_value_error_that_names_its_folder(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="config.json") as error: load_model_config(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_another_kind_of_network_is_named_by_its_architecture(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="gpt2", architectures=["GPT2LMHeadModel"])))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel.*intermediate_size"): load_model_config(tmp_path)
+
+
+def test_code_beside_a_checkpoint_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *prompt: pytest.fail("a question in the middle of loading"))
+    write(tmp_path, model_type="foo", auto_map={"AutoConfig": "configuration_foo.FooConfig"})
+    (tmp_path / "configuration_foo.py").write_text("raise SystemExit('this ran')")
+    with pytest.raises(ValueError, match=str(tmp_path)): load_model_config(tmp_path)
+
+
+def test_a_folder_without_a_config_says_so(tmp_path):
+    with pytest.raises(ValueError, match="no config.json"): load_model_config(tmp_path / "absent")

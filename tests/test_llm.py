@@ -159,7 +159,7 @@ def test_leaving_a_stream_ends_its_request(llm, alone):
 
 def test_a_bad_prompt_in_a_stream(llm, alone):
     with pytest.raises(ValueError, match="empty"): next(llm.stream("", GREEDY))
-    with pytest.raises(TypeError): next(llm.stream(["a", "b"], GREEDY))
+    with pytest.raises(ValueError, match="token id"): next(llm.stream(["a", "b"], GREEDY))  # one prompt, not two
     check_answers(llm, alone)
 
 

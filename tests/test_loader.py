@@ -258,3 +258,86 @@ def test_a_sliding_window_shorter_than_the_sequence_is_refused_at_load(checkpoin
     with pytest.raises(ValueError, match="256.*32"): LLM(str(folder), skip_tokenizer_init=True, num_kv_blocks=16)
     with LLM(str(folder), skip_tokenizer_init=True, num_kv_blocks=16, max_model_len=32, dtype="float32") as llm:
         assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
+
+
+INDEX = "model.safetensors.index.json"
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "null", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 3}}', '{"weight_map": {}}'])
+def test_an_index_that_is_none_is_named(checkpoint, text):
+    folder, _ = checkpoint()
+    (folder / INDEX).write_text(text)
+    with pytest.raises(CheckpointError, match=INDEX): load(folder)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "{parent}/x.safetensors", ".."])
+def test_an_index_may_not_lead_out_of_its_folder(checkpoint, name):
+    folder, _ = checkpoint()
+    shutil.copy(folder / "model.safetensors", folder.parent / "x.safetensors")
+    name = name.format(parent=folder.parent)
+    (folder / INDEX).write_text(json.dumps(dict(weight_map={Q: name})))
+    with pytest.raises(CheckpointError, match="outside"): load(folder)
+
+
+def test_a_tensor_in_two_files_is_named(checkpoint):
+    "Which of them counts would depend on the order of the files' names"
+    folder, _ = checkpoint()
+    save_file({Q: torch.zeros(64, 64)}, folder / "a.safetensors")
+    with pytest.raises(CheckpointError, match=f"in more than one file:\n  {Q}$"): load(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_numbers_that_are_no_plain_floats_are_not_converted(checkpoint, dtype):
+    "Quantised weights mean nothing without their scales"
+    folder, rewrite = checkpoint()
+    rewrite(lambda tensors: tensors.update({Q: tensors[Q].to(dtype)}))
+    with pytest.raises(CheckpointError, match=f"{Q}: stored as"): load(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_floats_of_another_width_are_converted(checkpoint, dtype):
+    folder, rewrite = checkpoint("llama")
+    rewrite(lambda tensors: tensors.update({Q: tensors[Q].to(dtype)}))
+    expected = load_file(folder / "model.safetensors")[Q].float()
+    assert torch.equal(load(folder).model.layers[0].self_attn.qkv_proj.weight[:64].cpu(), expected)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 64, b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"])
+def test_a_file_that_is_no_safetensors_is_named(checkpoint, content):
+    folder, _ = checkpoint()
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="model.safetensors can't be read"): load(folder)
+
+
+def test_a_file_that_may_not_be_opened_is_named(checkpoint, monkeypatch):
+    import minivllm.models.loader as loader
+    folder, _ = checkpoint()
+    def refuse(*args, **kwargs): raise PermissionError(13, "Permission denied")
+    monkeypatch.setattr(loader, "safe_open", refuse)
+    with pytest.raises(CheckpointError, match="model.safetensors can't be read: .*Permission denied"): load(folder)
+
+
+@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.symlink_to("/no/such/file")])
+def test_a_name_without_a_file_behind_it(checkpoint, make):
+    folder, _ = checkpoint()
+    (folder / "model.safetensors").unlink()
+    make(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not there.*model.safetensors") as error: load(folder)
+    assert "index" not in str(error.value)
+
+
+def test_folders_behind_links_spaces_and_tildes(checkpoint, monkeypatch):
+    folder, _ = checkpoint()
+    (folder.parent / "a link with spaces").symlink_to(folder)
+    monkeypatch.setenv("HOME", str(folder.parent))
+    for name in ("~/qwen3", "~/a link with spaces", folder, f"{folder}/"):
+        assert resolve_model(name).samefile(folder)
+    load(resolve_model("~/a link with spaces"))
+
+
+def test_a_class_of_the_same_name_elsewhere_is_another_class():
+    registered_models()
+    impostor = type("LlamaForCausalLM", (), {"__module__": "somebody.elses"})
+    with pytest.raises(ValueError, match="minivllm.models.llama"): register_model("LlamaForCausalLM")(impostor)
+    assert get_model_class("LlamaForCausalLM") is not impostor

@@ -13,9 +13,9 @@ import torch
 # %% ../../nbs/14_kernels.decode.ipynb #23adca66
 GATHERED_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}  # keys and values brought together at once
 
-# %% ../../nbs/14_kernels.decode.ipynb #a6cf426d
+# %% ../../nbs/14_kernels.decode.ipynb #c98d554a
 class DecodePlan(NamedTuple):
-    "Where the keys of some requests stand, one matrix per request and KV head; the same in all layers"
+    "Where the keys of some requests stand: a matrix per request and KV head, for all layers"
 
     num_seqs: int
     rows: torch.Tensor  # `[matrices * longest]` int64, rows of `cache.view(-1, head_dim)`

@@ -18,11 +18,11 @@ def silu_and_mul_torch(
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)  # in place: nobody else holds silu's result
 
-# %% ../../nbs/03_layers.activation.ipynb #d7bd03ff
+# %% ../../nbs/03_layers.activation.ipynb #6d222cae
 def gelu_and_mul_torch(
-    x: torch.Tensor,           # `[..., 2 * intermediate_size]`: gate, then up
-    approximate: str = "none", # "none": exact, by erf; "tanh": the approximation
-) -> torch.Tensor:             # `[..., intermediate_size]`, dtype of `x`
+    x: torch.Tensor,            # `[..., 2 * intermediate_size]`: gate, then up
+    approximate: str = "none",  # "none": exact, by erf; "tanh": the approximation
+) -> torch.Tensor:              # `[..., intermediate_size]`, dtype of `x`
     "`gelu(gate) * up`"
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate=approximate).mul_(up)

@@ -21,13 +21,13 @@ def rms_norm_torch(
     # checkpoints were trained with this order: round to the dtype of x, then multiply by the weight
     return (x32 * scale).to(x.dtype).mul_(weight)
 
-# %% ../../nbs/04_layers.layernorm.ipynb #8f104751
+# %% ../../nbs/04_layers.layernorm.ipynb #4e3fa34c
 def add_rms_norm_torch(
     x: torch.Tensor,         # `[..., hidden_size]`: output of the previous projection
     residual: torch.Tensor,  # `[..., hidden_size]`: the residual stream
     weight: torch.Tensor,    # `[hidden_size]`
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # the normalised sum; the sum: the new residual stream
+) -> tuple[torch.Tensor, torch.Tensor]:  # the normalised sum; the sum, the new residual stream
     "Add `x` to the residual stream, and normalise the sum"
     residual = residual + x
     return rms_norm_torch(residual, weight, eps), residual

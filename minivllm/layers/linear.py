@@ -42,8 +42,8 @@ def linear(
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
-# %% ../../nbs/07_layers.linear.ipynb #0fecad3e
-PACK_FOR_ROWS = 8  # rows of the product that oneDNN is asked to favour
+# %% ../../nbs/07_layers.linear.ipynb #3ae76bf1
+PACK_FOR_ROWS = 8  # what oneDNN is told to expect; told 1, it would keep the order of rows
 
 
 def refuse_packed(param, loaded, *shard_id):

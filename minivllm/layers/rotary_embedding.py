@@ -21,9 +21,9 @@ def default_inv_freq(
     "Angular frequency of each pair of dimensions: `base ** (-2i / head_dim)`"
     return 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
-# %% ../../nbs/05_layers.rotary_embedding.ipynb #776e9fd9
+# %% ../../nbs/05_layers.rotary_embedding.ipynb #1a55f9c8
 def rope_cos_sin(
-    inv_freq: torch.Tensor,  # `[head_dim / 2]`, or `[max_position, head_dim / 2]` where each position has its own
+    inv_freq: torch.Tensor,  # `[head_dim / 2]`, or `[max_position, head_dim / 2]`, a row each
     max_position: int,       # rows of the table
     attention_factor: float = 1.0,  # multiplies every cosine and sine
 ) -> torch.Tensor:           # `[max_position, 2, head_dim]` float32: (cos, cos) and (-sin, sin)
@@ -33,10 +33,10 @@ def rope_cos_sin(
     cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
 
-# %% ../../nbs/05_layers.rotary_embedding.ipynb #6dc22db7
+# %% ../../nbs/05_layers.rotary_embedding.ipynb #6f8a14ee
 def apply_rotary_torch(
-    x: torch.Tensor,        # `[num_tokens, num_heads, head_dim]`: queries, keys, or both side by side
-    cos_sin: torch.Tensor,  # `[num_tokens, 2, head_dim]` float32, the table's rows at the tokens' positions
+    x: torch.Tensor,        # `[num_tokens, num_heads, head_dim]`: queries, keys, or both
+    cos_sin: torch.Tensor,  # `[num_tokens, 2, head_dim]` float32: the table at the tokens' positions
 ) -> torch.Tensor:          # like `x`
     "Rotate each pair `(x[i], x[i + head_dim / 2])` by its token's angle"
     cos, sin = cos_sin.unsqueeze(2).unbind(dim=1)
@@ -53,13 +53,13 @@ def ntk_base(
     "The base that slows the slowest pair by `factor` and leaves the fastest as it is"
     return base * factor ** (head_dim / (head_dim - 2))
 
-# %% ../../nbs/05_layers.rotary_embedding.ipynb #f0525a06
+# %% ../../nbs/05_layers.rotary_embedding.ipynb #577240cb
 def llama3_inv_freq(
     head_dim: int,
     base: float,
     factor: float,            # how many times slower the slow pairs turn
-    low_freq_factor: float,   # pairs that turn fewer times than this in the training length are slowed in full
-    high_freq_factor: float,  # pairs that turn more often than this are left alone
+    low_freq_factor: float,   # pairs with fewer turns in the training length are slowed in full
+    high_freq_factor: float,  # pairs with more turns are left alone
     original_max_position_embeddings: int,  # training length, tokens
 ) -> torch.Tensor:            # `[head_dim / 2]` float32
     "Llama 3's scaling: fast pairs kept, slow pairs divided by `factor`, a linear ramp between"
@@ -107,20 +107,20 @@ def yarn_attention_factor(
         return sharpening(mscale) / sharpening(mscale_all_dim)
     return sharpening(1)
 
-# %% ../../nbs/05_layers.rotary_embedding.ipynb #6f520582
+# %% ../../nbs/05_layers.rotary_embedding.ipynb #7f00e20f
 def dynamic_ntk_inv_freq(
     head_dim: int,
     base: float,
     factor: float,
     original_max_position_embeddings: int,  # training length, tokens
     max_position: int,                      # rows
-) -> torch.Tensor:  # `[max_position, head_dim / 2]` float32; up to the training length all rows are the default
+) -> torch.Tensor:  # `[max_position, head_dim / 2]` float32; the default up to the training length
     "Dynamic NTK: position p turns at the frequencies of a text that has just grown to p + 1 tokens"
     lengths = torch.arange(1, max_position + 1, dtype=torch.float32)
     beyond = (lengths / original_max_position_embeddings - 1).clamp(min=0)
     return default_inv_freq(head_dim, ntk_base(head_dim, base, 1 + factor * beyond)[:, None])
 
-# %% ../../nbs/05_layers.rotary_embedding.ipynb #a20d9b7c
+# %% ../../nbs/05_layers.rotary_embedding.ipynb #6e7683e8
 REQUIRED = {  # rope_type -> parameters that it can't do without
     "default": (),
     "linear": ("factor",),
@@ -137,20 +137,21 @@ def read_scaling(
     parameters = {name: value for name, value in (scaling or {}).items() if value is not None}
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     if rope_type not in REQUIRED:
-        raise ValueError(f"rope_type {rope_type!r} is not supported; supported: {', '.join(REQUIRED)}")
-    if missing := [name for name in REQUIRED[rope_type] if name not in parameters]:
-        raise ValueError(f"rope_type {rope_type!r} needs {', '.join(missing)}; the config has {scaling}")
+        known = ", ".join(REQUIRED)
+        raise ValueError(f"rope_type {rope_type!r} is not supported; supported: {known}")
+    if missing := ", ".join(name for name in REQUIRED[rope_type] if name not in parameters):
+        raise ValueError(f"rope_type {rope_type!r} needs {missing}; the config has {scaling}")
     if parameters.get("partial_rotary_factor", 1) != 1:
         raise ValueError("partial_rotary_factor is not supported: all of a head is rotated")
     return rope_type, parameters
 
-# %% ../../nbs/05_layers.rotary_embedding.ipynb #c6cb12b3
+# %% ../../nbs/05_layers.rotary_embedding.ipynb #bdef19b9
 def rope_inv_freq(
     head_dim: int,
     base: float,
-    scaling: dict | None = None,  # `rope_type` and that type's parameters, as in a checkpoint's config
+    scaling: dict | None = None,  # `rope_type` and its parameters, as in a checkpoint's config
     max_position: int = 1,        # rows for "dynamic"; the other types have one for all positions
-) -> tuple[torch.Tensor, float]:  # `[head_dim / 2]` or `[max_position, head_dim / 2]`; attention factor
+) -> tuple[torch.Tensor, float]:  # frequencies, as `rope_cos_sin` takes them; attention factor
     "Frequencies, and the factor on cosines and sines, for a config's rotary scaling"
     if head_dim % 2:
         raise ValueError(f"head_dim {head_dim} is odd: rotary embedding turns pairs of dimensions")
@@ -163,12 +164,14 @@ def rope_inv_freq(
     if rope_type == "llama3":
         return llama3_inv_freq(head_dim, base, **required), 1.0
     if rope_type == "yarn":
-        ramp = {name: given[name] for name in ("beta_fast", "beta_slow", "truncate") if name in given}
-        sharpening = yarn_attention_factor(given["factor"], given.get("mscale"), given.get("mscale_all_dim"))
-        return yarn_inv_freq(head_dim, base, **required, **ramp), given.get("attention_factor", sharpening)
+        ramp = {k: given[k] for k in ("beta_fast", "beta_slow", "truncate") if k in given}
+        sharpening = {k: given[k] for k in ("mscale", "mscale_all_dim") if k in given}
+        attention_factor = yarn_attention_factor(given["factor"], **sharpening)
+        inv_freq = yarn_inv_freq(head_dim, base, **required, **ramp)
+        return inv_freq, given.get("attention_factor", attention_factor)
     return default_inv_freq(head_dim, base), 1.0
 
-# %% ../../nbs/05_layers.rotary_embedding.ipynb #dd433e98
+# %% ../../nbs/05_layers.rotary_embedding.ipynb #927623bd
 def apply_rotary(x, cos_sin):
     "Rotate queries or keys by the implementation for the device of `x`"
     return apply_rotary_torch(x, cos_sin)
@@ -199,7 +202,7 @@ class RotaryEmbedding(nn.Module):
     def rotate(
         self,
         positions: torch.Tensor,  # `[num_tokens]` int64
-        x: torch.Tensor,          # `[num_tokens, num_heads, head_dim]`: queries, keys, or both side by side
+        x: torch.Tensor,          # `[num_tokens, num_heads, head_dim]`: queries, keys, or both
     ) -> torch.Tensor:            # like `x`
         "Rotate any heads by their tokens' positions"
         return apply_rotary(x, self.cos_sin.index_select(0, positions))

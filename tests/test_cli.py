@@ -1,0 +1,274 @@
+"The command line: three commands, errors of one line, a conversation that survives mistakes and Ctrl-C"
+import builtins
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer, model_folder
+from rigs import DEVICE
+
+import minivllm
+from minivllm import LLM, SamplingParams
+from minivllm.cli import DEMO_PROMPTS, build_parser, field_comments, main
+from minivllm.config import EngineConfig
+from minivllm.engine.model_runner import ModelRunner
+
+ROOT = Path(__file__).parents[1]
+QUESTIONS = ["What is this?", "Why?"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return model_folder(tmp_path_factory.mktemp("cli") / "model", byte_tokenizer(chat_template=CHAT_TEMPLATE))
+
+
+@pytest.fixture
+def options(folder):
+    return ["--model", str(folder), "--num-kv-blocks", "64", "--max-tokens", "6", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="session")
+def expected(folder):
+    "What the library answers, greedily, to a conversation"
+    def answer(*contents, max_tokens=6):
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+        with LLM(str(folder), num_kv_blocks=64, dtype="float32") as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+            return llm.chat(messages, params, use_tqdm=False)[0].outputs[0].text
+    return answer
+
+
+@pytest.fixture
+def type_in(monkeypatch):
+    "Let `input` return these lines, then end; an exception among them is raised"
+    def type_lines(*lines):
+        queue = list(lines)
+
+        def read(prompt=""):
+            print(prompt, end="")
+            if not queue: raise EOFError
+            line = queue.pop(0)
+            if isinstance(line, BaseException): raise line
+            return line
+
+        monkeypatch.setattr(builtins, "input", read)
+    return type_lines
+
+
+# generate
+
+
+def test_generate(options, expected, capsys):
+    assert main(["generate", *QUESTIONS, *options]) == 0
+    out = capsys.readouterr().out
+    for question in QUESTIONS: assert f"> {question}\n{expected(question).strip()}\n" in out
+    assert "2 requests in" in out and "prompt tokens/s" in out and "output tokens/s" in out and "peak memory" in out
+
+
+def test_generate_without_prompts_asks_the_demo_questions(options, capsys):
+    assert main(["generate", *options]) == 0
+    out = capsys.readouterr().out
+    assert all(f"> {question}\n" in out for question in DEMO_PROMPTS) and "8 requests" in out
+
+
+def test_raw_continues_the_text(options, folder, capsys):
+    assert main(["generate", "Once", "--raw", *options]) == 0
+    with LLM(str(folder), num_kv_blocks=64, dtype="float32") as llm:
+        text = llm.generate("Once", SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)[0].outputs[0].text
+    assert f"> Once\n{text.strip()}\n" in capsys.readouterr().out
+
+
+def test_a_model_without_a_chat_template_continues_the_text(tmp_path, options, capsys):
+    assert main(["generate", "Once", *options, "--model", str(model_folder(tmp_path / "m"))]) == 0
+    assert "> Once\n" in capsys.readouterr().out
+
+
+def test_the_sampling_options_arrive(options, capsys):
+    outs = []
+    for more in ([], ["--temperature", "1"], ["--temperature", "1", "--seed", "1"], ["--temperature", "1", "--request-seed", "5"],
+                 ["--temperature", "1", "--request-seed", "5", "--seed", "1"]):
+        assert main(["generate", "Once", *options, *more]) == 0
+        outs.append(capsys.readouterr().out.rsplit("\n1 requests", 1)[0])
+    greedy, sampled, other, seeded, same = outs
+    assert len({greedy, sampled, other, seeded}) == 4 and seeded == same
+
+
+# mistakes
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--max-num-seqs", "0"], "max_num_seqs=0"),
+    (["--temperature", "-1"], "temperature=-1"),
+    (["--max-model-len", "1000"], "max_model_len=1000"),
+    (["--scheduling-policy", "fair"], "scheduling_policy='fair'"),
+    (["--model", "/no/such/folder"], "neither a local folder nor a Hub id"),
+    (["--model", str(ROOT)], "no config.json"),
+    (["x" * 300], "prompt 0"),
+    ([""], "prompt 0: the prompt is empty"),
+])
+def test_a_mistake_is_one_line_and_exit_code_2(options, capsys, arguments, message):
+    raw = ["--raw"] if "" in arguments else []
+    assert main(["generate", *options, *arguments, *raw]) == 2
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line and not line.startswith("\r")]
+    assert lines[-1].startswith("minivllm: ") and message in lines[-1] and "Traceback" not in captured.err
+    assert sum(line.startswith("minivllm: ") for line in lines) == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["dance"], ["generate", "--tempature", "0"], ["generate", "--seed", "x"],
+                                       ["bench", "--repeat", "0"], ["bench", "--num-prompts", "-1"], ["bench", "--compare", "x"]])
+def test_what_the_parser_refuses(arguments, capsys):
+    with pytest.raises(SystemExit) as exit: main(arguments)
+    assert exit.value.code == 2 and "minivllm" in capsys.readouterr().err
+
+
+def test_a_bug_is_not_dressed_up_as_a_mistake(options, monkeypatch):
+    monkeypatch.setattr(ModelRunner, "run", lambda *args: None + 1)
+    with pytest.raises(TypeError): main(["generate", "a", *options])
+
+
+def test_ctrl_c_ends_generate(options, monkeypatch):
+    def interrupted(*args): raise KeyboardInterrupt
+    monkeypatch.setattr(ModelRunner, "run", interrupted)
+    assert main(["generate", "a", *options]) == 130
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "bench"])
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as exit: main([command, "--help"])
+    out = capsys.readouterr().out
+    assert exit.value.code == 0 and "--max-num-seqs" in out and "--model" in out and "--max-tokens" in out
+    assert "requests that run at the same time (default: 256)" in " ".join(out.split())
+
+
+def test_options_and_library_have_the_same_fields():
+    args = vars(build_parser().parse_args(["generate"]))
+    names = set(EngineConfig.__dataclass_fields__) - {"skip_tokenizer_init"}
+    assert names <= args.keys()
+    defaults = {name: field.default for name, field in EngineConfig.__dataclass_fields__.items() if name in names}
+    assert {name: args[name] for name in names} == {**defaults, "model": "smollm2-135m"}
+    assert set(field_comments(EngineConfig)) >= {"model", "max_model_len", "max_num_seqs", "load_format"}
+
+
+# chat
+
+
+def test_a_conversation(options, expected, type_in, capsys):
+    first = expected(QUESTIONS[0])
+    second = expected(QUESTIONS[0], first, QUESTIONS[1])
+    type_in(*QUESTIONS)
+    assert main(["chat", *options, "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.endswith(f"> {first}\n> {second}\n> ")
+
+
+def test_an_empty_line_ends_the_chat(options, type_in, capsys):
+    type_in("", "never asked")
+    assert main(["chat", *options]) == 0
+    assert capsys.readouterr().out.endswith("\n> ")
+
+
+def test_a_system_message(options, type_in, capsys, monkeypatch):
+    seen, stream = [], LLM.stream
+    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: seen.append(prompt["prompt"]) or stream(self, prompt, params))
+    type_in("Hi")
+    assert main(["chat", *options, "--system", "Be brief."]) == 0
+    assert seen[0].startswith("<bos>system:Be brief.<eot><bos>user:Hi<eot>")
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(options, expected, type_in, capsys, monkeypatch):
+    run, calls = ModelRunner.run, []
+
+    def interrupted(self, *args):
+        calls.append(args)
+        if len(calls) == 4: raise KeyboardInterrupt
+        return run(self, *args)
+
+    monkeypatch.setattr(ModelRunner, "run", interrupted)
+    type_in(*QUESTIONS)
+    assert main(["chat", *options, "--temperature", "0"]) == 0
+    out = capsys.readouterr().out
+    answers = out.split("> ")[1:]
+    part = answers[0].removesuffix(" ...\n")
+    assert expected(QUESTIONS[0]).startswith(part) and answers[0].endswith(" ...\n") and part
+    # the conversation goes on from what could be read
+    assert answers[1] == expected(QUESTIONS[0], part, QUESTIONS[1]) + "\n"
+
+
+def test_ctrl_c_at_the_prompt_ends_the_chat(options, type_in):
+    type_in(KeyboardInterrupt())
+    assert main(["chat", *options]) == 130
+
+
+def test_a_question_that_does_not_fit_is_left_out(options, expected, type_in, capsys):
+    type_in("x" * 300, QUESTIONS[0])
+    assert main(["chat", *options, "--temperature", "0"]) == 0
+    captured = capsys.readouterr()
+    assert "minivllm: prompt 0: the prompt has" in captured.err
+    assert captured.out.endswith(f"> > {expected(QUESTIONS[0])}\n> ")
+
+
+def test_a_model_that_cannot_chat_says_so_at_once(tmp_path, options, type_in, capsys):
+    type_in()
+    assert main(["chat", *options, "--model", str(model_folder(tmp_path / "m"))]) == 2
+    assert "minivllm: chat needs" in capsys.readouterr().err
+
+
+def test_chat_from_a_pipe(options, expected):
+    "As a program of its own, without a terminal"
+    result = subprocess.run(
+        [sys.executable, "-m", "minivllm", "chat", *options, "--temperature", "0"], cwd=ROOT, input=f"{QUESTIONS[0]}\n",
+        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONIOENCODING": "utf-8"})
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith(f"> {expected(QUESTIONS[0])}\n> ") and result.stderr == ""
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit: main(["--version"])
+    assert exit.value.code == 0 and capsys.readouterr().out == f"minivllm {minivllm.__version__}\n"
+
+
+# bench
+
+
+def test_bench(options, tmp_path, capsys):
+    file = tmp_path / "bench.json"
+    assert main(["bench", *options, "--num-prompts", "3", "--repeat", "2", "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    row, = result["rows"]
+    assert row["name"] == "minivllm" and row["num_output_tokens"] == 18 and len(row["all_seconds"]) == 2
+    assert row["output_tokens_per_second"] == pytest.approx(18 / row["seconds"])
+    assert (result["num_prompts"], result["max_tokens"], result["dtype"]) == (3, 6, "torch.float32") and "cpu" in result["machine"]
+    assert "output tokens/s" in capsys.readouterr().out
+
+
+def test_bench_beside_transformers(options, tmp_path, capsys):
+    "All three do the same work: as many tokens as asked for, end tokens among them, and in float32 the same ones"
+    file = tmp_path / "bench.json"
+    tokenizer = byte_tokenizer(chat_template=CHAT_TEMPLATE)
+    folder = model_folder(tmp_path / "m", tokenizer, {"eos_token_id": list(range(130))}, eos_token_id=3)
+    assert main(["bench", *options, "--model", str(folder), "--num-prompts", "4", "--max-tokens", "40",
+                 "--repeat", "1", "--compare", "transformers", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["name"] for row in rows] == ["minivllm", "transformers, batched", "transformers, one by one"]
+    assert all(row["num_output_tokens"] == 160 for row in rows)
+    assert all(row["same_answers"] >= 3 for row in rows)
+    assert capsys.readouterr().out.count("answers equal") == 3
+
+
+def test_bench_computes_every_prompt_again(options, monkeypatch):
+    "What an earlier run left in the prefix cache would make the later ones faster than they are"
+    computed, step = [], minivllm.LLMEngine.step
+
+    def counting(self):
+        before = self.stats.num_prompt_tokens
+        outputs = step(self)
+        computed.append(self.stats.num_prompt_tokens - before)
+        return outputs
+
+    monkeypatch.setattr(minivllm.LLMEngine, "step", counting)
+    assert main(["bench", *options, "--num-prompts", "1", "--repeat", "2"]) == 0
+    assert len({n for n in computed if n}) == 1 and sum(n > 0 for n in computed) == 3

@@ -1,0 +1,349 @@
+"One runner, driven by hand: chunks, batches, start-up and what happens when it fails"
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rigs import DEVICE, RIGS, check_greedy, reference_logits, tiny_model
+
+from minivllm.config import EngineConfig, load_model_config
+from minivllm.engine import model_runner
+from minivllm.engine.block_manager import BlockManager
+from minivllm.engine.kv_pool import GIB
+from minivllm.engine.model_runner import ModelRunner, dummy_seqs, largest_step
+from minivllm.engine.sequence import Sequence
+from minivllm.models.loader import CheckpointError
+from minivllm.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+PROMPT = list(range(30, 50))
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def make_runner(name="qwen3", max_model_len=64, **options):
+    "A runner for a tiny model of the rig"
+    folder, _ = tiny_model(name)
+    options = {**dict(device=DEVICE, dtype="float32", block_size=4, num_kv_blocks=64, max_num_seqs=4, max_num_batched_tokens=64),
+               **options}
+    return ModelRunner(EngineConfig(str(folder), **options), load_model_config(folder), folder, max_model_len)
+
+
+def admit(runner, manager, *prompts, params=GREEDY):
+    "Sequences with blocks for all their tokens"
+    seqs = [Sequence(i, prompt, params, runner.block_size) for i, prompt in enumerate(prompts)]
+    for seq in seqs: manager.allocate_with_cache(seq, manager.lookup(seq))
+    return seqs
+
+
+def advance(runner, manager, seqs, num_tokens):
+    "One step, its results noted down"
+    for seq, n in zip(seqs, num_tokens): manager.append(seq, seq.num_computed_tokens + n)
+    token_ids = runner.run(seqs, num_tokens)
+    for seq, n, token_id in zip(seqs, num_tokens, token_ids):
+        before = seq.num_computed_tokens
+        seq.num_computed_tokens += n
+        manager.cache_full_blocks(seq, before)
+        if token_id >= 0: seq.append_token(token_id)
+    return token_ids
+
+
+def generate(runner, prompt, budget=64, num_output_tokens=6):
+    "Greedy tokens of one request in chunks of at most `budget`, and what every step returned"
+    manager, returned = BlockManager(runner.num_kv_blocks, runner.block_size), []
+    seq, = admit(runner, manager, prompt)
+    while seq.num_output_tokens < num_output_tokens:
+        returned += advance(runner, manager, [seq], [min(seq.num_uncomputed_tokens, budget)])
+    return seq.output_token_ids, returned
+
+
+# steps
+
+@pytest.mark.parametrize("name", RIGS)
+def test_any_chunk_size_gives_transformers_tokens(name):
+    runner, (_, reference) = make_runner(name), tiny_model(name)
+    whole, _ = generate(runner, PROMPT)
+    check_greedy(reference, PROMPT, whole)
+    for budget in (1, 3, 7, 8, 20):
+        output, returned = generate(runner, PROMPT, budget)
+        assert output == whole
+        chunks = -(-20 // budget)
+        assert returned[: chunks - 1] == [-1] * (chunks - 1) and returned[chunks - 1 :] == whole
+
+
+def test_after_a_prefix_hit_positions_go_on_and_logits_are_those_of_the_whole():
+    runner, (_, reference) = make_runner(), tiny_model("qwen3")
+    manager = BlockManager(runner.num_kv_blocks, 4)
+    first, = admit(runner, manager, [*range(20, 28), 1])
+    advance(runner, manager, [first], [9])
+    second, = admit(runner, manager, [*range(20, 28), 30, 31, 32])
+    assert second.num_computed_tokens == 8
+    seen = []
+    runner.model.register_forward_pre_hook(lambda module, args: seen.append(args[1].tolist()))
+    logits = runner.run_model(runner.prepare_prefill([second], [3]))
+    assert seen == [[8, 9, 10]]
+    torch.testing.assert_close(logits[0], reference_logits(reference, second.token_ids)[-1], atol=1e-4, rtol=1e-4)
+
+
+def test_only_sampled_rows_reach_the_head():
+    runner = make_runner()
+    manager, seen = BlockManager(64, 4), []
+    runner.model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    a, b = admit(runner, manager, PROMPT, [1, 2, 3])
+    assert advance(runner, manager, [b, a], [3, 5])[1] == -1
+    advance(runner, manager, [a], [5])
+    advance(runner, manager, [b, a], [1, 10])
+    assert seen == [1, 0, 2]
+
+
+def test_decodes_chunks_and_prompts_in_one_step_equal_solo_runs():
+    runner = make_runner()
+    manager = BlockManager(64, 4, enable_prefix_caching=False)
+    long, short, middle = admit(runner, manager, PROMPT, [3], list(range(9)))
+    steps = [([short, middle, long], [1, 9, 6]), ([short, middle, long], [1, 1, 1]), ([middle, long], [1, 13]), ([middle, long], [1, 1])]
+    for seqs, num_tokens in steps:
+        returned = advance(runner, manager, seqs, num_tokens)
+        assert [token_id >= 0 for token_id in returned] == [seq.num_uncomputed_tokens == 1 for seq in seqs]
+    for seq in (long, short, middle):
+        prompt = seq.token_ids[: seq.num_prompt_tokens]
+        assert seq.output_token_ids == generate(runner, prompt, num_output_tokens=seq.num_output_tokens)[0]
+
+
+def test_greedy_and_sampled_rows_of_one_step_keep_to_themselves():
+    runner = make_runner()
+    alone, _ = generate(runner, PROMPT, num_output_tokens=8)
+    manager = BlockManager(64, 4, enable_prefix_caching=False)
+    greedy, = admit(runner, manager, PROMPT)
+    hot = Sequence(7, [5, 6, 7], SamplingParams(temperature=1.5, top_p=0.9), 4, seed=3)
+    manager.allocate_with_cache(hot, [])
+    advance(runner, manager, [hot, greedy], [3, 20])
+    for _ in range(7): advance(runner, manager, [greedy, hot], [1, 1])
+    assert greedy.output_token_ids == alone and len(set(hot.output_token_ids)) > 1
+
+
+def test_contents_of_neighbours_change_no_bit():
+    runner = make_runner()
+
+    def logits_beside(neighbour):
+        seqs = admit(runner, BlockManager(64, 4), PROMPT, neighbour)
+        return runner.run_model(runner.prepare_prefill(seqs, [20, len(neighbour)]))[0]
+
+    assert torch.equal(logits_beside(list(range(100, 111))), logits_beside([7] * 11))
+
+
+def test_a_row_that_can_not_be_sampled_harms_nobody():
+    runner = make_runner()
+    a, b = admit(runner, BlockManager(64, 4), PROMPT, [1, 2, 3])
+    run_model = runner.run_model
+
+    def spoiled(inputs):
+        logits = run_model(inputs)
+        logits[1] = torch.nan
+        return logits
+
+    runner.run_model = spoiled
+    assert runner.run([a, b], [20, 3]) == [generate(make_runner(), PROMPT, num_output_tokens=1)[0][0], -1]
+
+
+# the largest step
+
+@given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 100))
+def test_largest_step_uses_up_whatever_is_allowed(max_num_seqs, budget, longest):
+    num_tokens = largest_step(max_num_seqs, budget, longest)
+    assert len(num_tokens) == min(max_num_seqs, budget)
+    assert sum(num_tokens) == min(budget, longest * len(num_tokens))
+    assert all(1 <= n <= longest for n in num_tokens)
+    assert num_tokens == sorted(num_tokens, key=lambda n: n > 1)
+    assert num_tokens[-1] == min(longest, budget - len(num_tokens) + 1)
+
+
+@pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=3), dict(max_num_seqs=1), dict(max_model_len=2), dict(block_size=16)])
+def test_warmup_runs_the_largest_step_and_leaves_no_cache(options):
+    runner, ran = make_runner(**options), []
+
+    def peak_of(seqs, num_tokens):
+        assert len(runner.kv_caches[0][0]) == 1  # one block is enough
+        ran.append((seqs, num_tokens, runner.run(seqs, num_tokens)))
+        return 123
+
+    runner.peak_of = peak_of
+    assert runner.warmup_model() == 123 and runner.kv_caches == []
+    (seqs, num_tokens, token_ids), = ran
+    config, longest = runner.config, runner.max_model_len - 1
+    assert num_tokens == largest_step(config.max_num_seqs, config.max_num_batched_tokens, longest)
+    assert all(seq.num_tokens == longest and seq.num_uncomputed_tokens == n for seq, n in zip(seqs, num_tokens))
+    assert all(token_id >= 0 for token_id in token_ids)  # every row is sampled
+
+
+def test_a_warmup_that_does_not_fit_says_what_to_lower():
+    runner = make_runner()
+
+    def peak_of(seqs, num_tokens): raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runner.peak_of = peak_of
+    with pytest.raises(MemoryError, match="64 tokens of 4 sequences.*63.*lower max_num_batched_tokens"): runner.warmup_model()
+    assert runner.kv_caches == []
+
+
+def test_the_second_run_is_measured(monkeypatch):
+    "What libraries take once, in the first run, isn't counted as the price of every step"
+    reserved, peaks = [100], []
+    fake = dict(empty_cache=lambda: None, memory_reserved=lambda device: reserved[0],
+                reset_peak_memory_stats=lambda device: peaks.append(reserved[0]), max_memory_reserved=lambda device: peaks[-1])
+    for name, function in fake.items(): monkeypatch.setattr(torch.cuda, name, function)
+
+    def run(seqs, num_tokens):
+        once = 40 if len(peaks) == 1 else 0
+        peaks[-1] = reserved[0] + once + 7
+        reserved[0] += once
+
+    assert ModelRunner.peak_of(SimpleNamespace(device="cuda", run=run), [], []) == 7
+
+
+def test_budget_on_a_gpu(monkeypatch):
+    "Who holds what is told apart, in bytes, and kept"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 80 * GIB))
+    runner = SimpleNamespace(device="cuda", memory={"weights": 10 * GIB}, warmup_model=lambda: 5 * GIB,
+                             config=SimpleNamespace(gpu_memory_utilization=0.9))
+    assert ModelRunner.measure_budget(runner) == 35 * GIB
+    assert runner.memory == {"weights": 10 * GIB, "others": 30 * GIB, "activations": 5 * GIB, "total": 80 * GIB}
+
+
+# start and end
+
+def test_number_of_blocks():
+    assert make_runner(num_kv_blocks=7).num_kv_blocks == 7
+    # without a wish: what all sequences together can fill, as it fits
+    assert make_runner(num_kv_blocks=None).num_kv_blocks == 4 * 16
+    assert make_runner(num_kv_blocks=None, block_size=16, max_num_seqs=3, max_model_len=65).num_kv_blocks == 3 * 5
+
+
+def test_memory_is_told():
+    runner = make_runner(num_kv_blocks=10)
+    _, reference = tiny_model("qwen3")
+    table = 64 * 2 * 16 * 4  # of the rotary embedding
+    assert runner.memory["weights"] == sum(p.nbytes for p in reference.parameters()) + table
+    assert runner.memory["KV cache"] == 10 * 2048 == sum(c.nbytes for layer in runner.kv_caches for c in layer)
+
+
+def held_error(monkeypatch, expected, **options):
+    "Fail to build a runner; the error, still held, and weak references to the models that were built"
+    models, build = [], model_runner.build_model
+
+    def build_and_note(*args, **kwargs):
+        model = build(*args, **kwargs)
+        models.append(weakref.ref(model))
+        models.append(weakref.ref(model.lm_head.weight))
+        return model
+
+    monkeypatch.setattr(model_runner, "build_model", build_and_note)
+    with pytest.raises(expected) as info: make_runner(**options)
+    gc.collect()
+    return info, models
+
+
+def test_a_pool_that_does_not_fit_leaves_nothing_behind(monkeypatch):
+    info, models = held_error(monkeypatch, MemoryError, num_kv_blocks=10**10)
+    assert "10,000,000,000 KV blocks" in str(info.value)
+    assert models and all(ref() is None for ref in models)
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_nothing_behind(monkeypatch):
+    def fail(model, folder):
+        try: raise OSError("disk")
+        except OSError as error: raise CheckpointError("unreadable") from error
+
+    monkeypatch.setattr(model_runner, "load_weights", fail)
+    info, models = held_error(monkeypatch, CheckpointError)
+    assert models and all(ref() is None for ref in models)
+
+
+def test_an_interrupt_leaves_nothing_behind(monkeypatch):
+    def interrupt(self, num_blocks): raise KeyboardInterrupt
+
+    monkeypatch.setattr(ModelRunner, "allocate_kv_cache", interrupt)
+    info, models = held_error(monkeypatch, KeyboardInterrupt)
+    assert models and all(ref() is None for ref in models)
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match="attention_backend='triton2'"): make_runner(attention_backend="triton2")
+
+
+def test_exit_gives_everything_back_and_may_be_called_twice():
+    runner = make_runner()
+    refs = [weakref.ref(runner.model), weakref.ref(runner.kv_caches[0][0])]
+    runner.exit()
+    runner.exit()
+    gc.collect()
+    assert all(ref() is None for ref in refs)
+
+
+def test_the_cpu_touches_no_cuda(monkeypatch):
+    def refuse(*args, **kwargs): raise AssertionError("CUDA was asked")
+    for name in ("mem_get_info", "memory_allocated", "memory_reserved", "max_memory_reserved", "empty_cache",
+                 "reset_peak_memory_stats", "synchronize", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    for num_kv_blocks in (64, None):
+        runner = make_runner(device="cpu", num_kv_blocks=num_kv_blocks)
+        generate(runner, PROMPT)
+        runner.exit()
+
+
+def test_weights_are_packed_once_after_loading_and_only_on_the_cpu(monkeypatch):
+    order = []
+    for name in ("load_weights", "pack_weights"):
+        function = getattr(model_runner, name)
+        monkeypatch.setattr(model_runner, name, lambda *args, name=name, function=function: (order.append(name), function(*args)))
+    make_runner()
+    assert order == ["load_weights", "pack_weights"] if DEVICE == "cpu" else ["load_weights"]
+
+
+def test_dummy_weights_need_no_checkpoint_and_follow_the_seed():
+    folder, _ = tiny_model("qwen3")
+    outputs = []
+    for seed in (0, 0, 1):
+        config = EngineConfig("dummy", device=DEVICE, dtype="float32", load_format="dummy", seed=seed, block_size=4, num_kv_blocks=64)
+        outputs.append(generate(ModelRunner(config, load_model_config(folder), None, 64), PROMPT)[0])
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+# on a GPU
+
+@needs_gpu
+@pytest.mark.parametrize("name", RIGS)
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_gpu_and_cpu_agree(name, device):
+    on_cpu = generate(make_runner(name, device="cpu"), PROMPT)[0]
+    runner = make_runner(name, device=device)
+    assert generate(runner, PROMPT)[0] == generate(runner, PROMPT, budget=7)[0] == on_cpu
+    assert all(tensor.is_cuda for tensor in (*runner.model.parameters(), *runner.model.buffers()))
+
+
+@needs_gpu
+def test_the_largest_step_runs_beside_the_pool_and_within_its_reserve():
+    runner = make_runner(num_kv_blocks=None, max_model_len=256, max_num_seqs=32, max_num_batched_tokens=2048)
+    num_tokens = largest_step(32, 2048, 255)
+    for params in (SamplingParams(top_k=259), SamplingParams(), GREEDY):
+        seqs = dummy_seqs(num_tokens, 255, 4, params)
+        assert runner.peak_of(seqs, num_tokens) <= runner.memory["activations"] + 20 * 2**20  # a segment of the allocator
+
+
+@needs_gpu
+def test_a_second_engine_finds_its_share_beside_the_first():
+    first = make_runner(num_kv_blocks=None, gpu_memory_utilization=0.4)
+    held = torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    second = make_runner(num_kv_blocks=None, gpu_memory_utilization=0.4)
+    assert second.memory["others"] >= first.memory["others"] + held.nbytes
+    assert generate(second, PROMPT)[0] == generate(first, PROMPT)[0]
+
+
+@needs_gpu
+def test_a_failed_start_gives_the_gpu_its_memory_back():
+    before = torch.cuda.memory_reserved()
+    with pytest.raises(MemoryError) as info: make_runner(num_kv_blocks=10**10)
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before and "KV blocks" in str(info.value)

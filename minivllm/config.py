@@ -26,14 +26,16 @@ def read(
     value = getattr(hf_config, name, None)
     return default if value is None else value
 
-# %% ../nbs/16_config.ipynb #c1fb8f30
+# %% ../nbs/16_config.ipynb #7d410cb2
 def read_rope(
     hf_config,  # a transformers config of version 4 or 5
-) -> tuple[float, dict | None]:  # base; `rope_type` and its parameters, None for the default rotation
-    "Base and scaling of the rotary embedding: from `rope_parameters`, else from `rope_scaling` and `rope_theta`"
+) -> tuple[float, dict | None]:  # base; `rope_type` and its parameters, None for the default
+    "Base and scaling of the rotation, from `rope_parameters`, or `rope_scaling` and `rope_theta`"
     found = read(hf_config, "rope_parameters") or read(hf_config, "rope_scaling", {})
     if per_kind := [kind for kind, value in found.items() if isinstance(value, dict)]:
-        raise ValueError(f"rope_parameters for {', '.join(per_kind)}: one rotation for all layers is supported")
+        raise ValueError(
+            f"rope_parameters for {', '.join(per_kind)}: one rotation for all layers is supported"
+        )
     parameters = {name: value for name, value in found.items() if value is not None}
     part = parameters.pop("partial_rotary_factor", read(hf_config, "partial_rotary_factor", 1.0))
     if part != 1.0:
@@ -103,26 +105,28 @@ def as_list(value) -> list:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
-# %% ../nbs/16_config.ipynb #41f080f9
+# %% ../nbs/16_config.ipynb #2f3999ae
 def read_architecture(
     hf_config,
 ) -> str:  # such as "LlamaForCausalLM"
     "The architecture; a checkpoint whose weights mean something else to us is a ValueError"
     architecture = next(iter(as_list(read(hf_config, "architectures"))), None)
     if architecture is None:
-        raise ValueError("config.json names no architecture")
+        raise ValueError("the config names no architecture")
     if not isinstance(architecture, str):
         raise ValueError(f"architectures={hf_config.architectures!r}: must be a list of names")
     if quantization := read(hf_config, "quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        is_dict = isinstance(quantization, dict)
+        method = quantization.get("quant_method") if is_dict else quantization
         raise ValueError(
-            f"quantization_config: weights quantised by {method} are not supported; use a checkpoint in half precision"
+            f"quantization_config: weights quantised by {method} are not supported; "
+            "use a checkpoint in half precision"
         )
     if (act := read(hf_config, "hidden_act", "silu")) != "silu":
         raise ValueError(f"hidden_act={act!r} is not supported; supported: silu")
     return architecture
 
-# %% ../nbs/16_config.ipynb #f81eeaa5
+# %% ../nbs/16_config.ipynb #99b2ee2f
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -138,7 +142,7 @@ def check_sizes(hf_config):
     absent = [name for name in SIZES if read(hf_config, name) is None]
     if absent:
         architecture = read_architecture(hf_config)
-        raise ValueError(f"architecture {architecture!r}: config.json has no {', '.join(absent)}")
+        raise ValueError(f"architecture {architecture!r}: the config has no {', '.join(absent)}")
     for name in SIZES:
         check_range(name, getattr(hf_config, name), 1)
     heads = hf_config.num_attention_heads
@@ -203,15 +207,17 @@ class ModelConfig:
             eos_token_ids=as_list(read(hf_config, "eos_token_id")),
         )
 
-# %% ../nbs/16_config.ipynb #12611f07
+# %% ../nbs/16_config.ipynb #6e1303a4
 def load_model_config(
     folder: str | Path,  # with config.json
 ) -> ModelConfig:
-    "The model's numbers from its folder; a config that can't be used is a ValueError that names the folder"
+    "The model's numbers; a config that can't be used is a ValueError that names the folder"
     if not (Path(folder) / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json")
     try:
-        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        hf_config = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         return ModelConfig.from_hf(hf_config)
     except Exception as error:
         raise ValueError(f"{folder}/config.json: {error}") from error

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-# %% ../nbs/06_distributed.ipynb #16026fd9
+# %% ../nbs/06_distributed.ipynb #177553ea
 class TensorParallelGroup:
-    "One rank's view of its group; this base class is the group of one, whose collectives do nothing"
+    "One rank's view of its group; the base class is a group of one, whose collectives do nothing"
 
     def __init__(
         self,

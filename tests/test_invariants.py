@@ -71,6 +71,12 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(steps):
             if self.scheduler.has_unfinished(): self.run_step()
 
+    @precondition(lambda self: self.scheduler.has_unfinished())
+    @rule()
+    def lose_a_step(self):
+        "The model fails: there is no postprocess, and the next step starts over"
+        self.check_step(self.scheduler.schedule())
+
     def run_step(self):
         step = self.scheduler.schedule()
         self.check_step(step)

@@ -271,7 +271,7 @@ def test_an_index_that_is_none_is_named(checkpoint, text):
     with pytest.raises(CheckpointError, match=INDEX): load(folder)
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "{parent}/x.safetensors", ".."])
+@pytest.mark.parametrize("name", ["../x.safetensors", "{parent}/x.safetensors"])
 def test_an_index_may_not_lead_out_of_its_folder(checkpoint, name):
     folder, _ = checkpoint()
     shutil.copy(folder / "model.safetensors", folder.parent / "x.safetensors")

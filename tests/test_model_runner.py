@@ -251,8 +251,11 @@ def test_a_pool_that_does_not_fit_leaves_nothing_behind(monkeypatch):
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_nothing_behind(monkeypatch):
+    def read(model): raise OSError("disk")
+
     def fail(model, folder):
-        try: raise OSError("disk")
+        # the first error's frames hold the model, too
+        try: read(model)
         except OSError as error: raise CheckpointError("unreadable") from error
 
     monkeypatch.setattr(model_runner, "load_weights", fail)

@@ -153,6 +153,38 @@ def test_preempted_sequence_finds_its_blocks_again():
     assert b.output_token_ids == solo_output(range(20, 35), 4)
 
 
+def test_tokens_of_a_victim_that_was_served_already_go_to_others():
+    engine = HostEngine(num_blocks=6, block_size=1, model=sevens)
+    a, b, c = (engine.add([i], max_tokens=4) for i in range(3))
+    engine.step()
+    engine.scheduler.max_num_batched_tokens = 2
+    assert engine.step().seqs == [a, b]
+    step = engine.step()  # c is served first and takes the last block; then a needs one
+    assert step.preempted == [c] and step.seqs == [a, b] and step.num_tokens == [1, 1]
+    engine.run()
+
+
+def test_most_recent_one_preempts_itself():
+    engine = HostEngine(num_blocks=2, block_size=2, model=sevens)
+    a, b = engine.add([1], max_tokens=2), engine.add([2, 3], max_tokens=2)
+    engine.step()
+    step = engine.step()
+    assert step.seqs == [a] and step.preempted == [b] and b.status is SequenceStatus.WAITING
+    engine.run()
+    assert b.output_token_ids == [7, 7]
+
+
+def test_preempted_twin_comes_back_a_step_later_and_shares():
+    engine = HostEngine(num_blocks=5, model=sevens)
+    a, b = engine.add(range(8), max_tokens=5), engine.add(range(8), max_tokens=5)
+    engine.step()
+    assert not set(a.block_table) & set(b.block_table), "both were computed at the same time"
+    step = engine.step()
+    assert step.preempted == [b] and step.seqs == [a], "it would fit at once, in the blocks of its twin"
+    assert engine.step().seqs == [a, b] and list(b.block_table[:2]) == list(a.block_table[:2])
+    engine.run()
+
+
 def test_preempted_in_a_step_means_not_in_its_rows():
     engine = HostEngine(num_blocks=4, block_size=1, budget=2, max_num_seqs=4, model=sevens)
     for i in range(3): engine.add([i], max_tokens=3)
@@ -299,6 +331,10 @@ def test_budget_pays_for_computed_tokens_only():  # F26
     long, short = engine.add([*range(96), *range(200, 232)]), engine.add([5])
     assert engine.step().seqs == [long] and engine.steps[-1] == {1: 32} and long.is_finished
     assert engine.step().seqs == [short]
+    engine = HostEngine(num_blocks=64, budget=33)
+    engine.generate(range(96))
+    engine.add([*range(96), *range(200, 232)]), engine.add([5])
+    assert engine.step().num_tokens == [1, 32], "one token of the budget was left"
 
 
 def test_single_token_rows_come_first():

@@ -13,9 +13,9 @@ from torch import nn
 from ..distributed import SINGLE
 from .linear import linear, packed
 
-# %% ../../nbs/08_layers.embedding_head.ipynb #8da229d8
+# %% ../../nbs/08_layers.embedding_head.ipynb #b1f3c555
 class VocabParallelEmbedding(nn.Module):
-    "Each rank holds a range of the vocabulary's rows and answers for its own ids; the sum is complete"
+    "Each rank holds a range of rows and answers for its own ids; the sum is complete"
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class VocabParallelEmbedding(nn.Module):
     ):
         super().__init__()
         self.vocab_size, self.tp = vocab_size, tp
-        # the last ranges may reach past the vocabulary: padding rows stay zero, and no id leads there
+        # the last range may pass the vocabulary: padding rows stay zero, and no id leads there
         self.rows = -(-vocab_size // tp.world_size)
         self.start = tp.rank * self.rows
         self.end = min(self.start + self.rows, vocab_size)
@@ -53,7 +53,7 @@ class VocabParallelEmbedding(nn.Module):
         y = F.embedding((token_ids - self.start) * mine, self.weight)
         return self.tp.all_reduce(y.masked_fill(~mine.unsqueeze(-1), 0))
 
-# %% ../../nbs/08_layers.embedding_head.ipynb #d7bbb0cb
+# %% ../../nbs/08_layers.embedding_head.ipynb #375b5435
 class ParallelLMHead(VocabParallelEmbedding):
     "Logits from hidden states: a product with the transpose of an embedding-shaped matrix"
 
@@ -66,7 +66,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         self.weight, self.tied = embedding.weight, True
 
     def pack_weight(self):
-        "Bring the loaded weight into the layout that this device multiplies fastest; a tied one stays"
+        "Bring the loaded weight into the layout that multiplies fastest; a tied one stays"
         if not self.tied:  # an embedding can't look up rows in a packed weight
             self.weight = packed(self.weight)
 

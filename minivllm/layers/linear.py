@@ -14,8 +14,8 @@ from torch import nn
 
 from ..distributed import SINGLE, divide
 
-# %% ../../nbs/07_layers.linear.ipynb #bdb936af
-MIN_ONEDNN_SIZE = 1 << 17  # elements of a weight; below, oneDNN's preparations cost more than they save
+# %% ../../nbs/07_layers.linear.ipynb #e2933499
+MIN_ONEDNN_SIZE = 1 << 17  # elements; for smaller weights oneDNN's preparations take too long
 
 
 def uses_onednn(
@@ -67,7 +67,7 @@ def pack_weights(model: nn.Module):
         if hasattr(module, "pack_weight"):
             module.pack_weight()
 
-# %% ../../nbs/07_layers.linear.ipynb #834e7d1f
+# %% ../../nbs/07_layers.linear.ipynb #80eecb26
 def copy_shard(
     target: torch.Tensor,  # a parameter of this rank, or a part of one
     loaded,  # the full checkpoint tensor or a lazy slice of it: anything with `shape` and `[...]`
@@ -75,7 +75,7 @@ def copy_shard(
     total: int,  # the full size along `dim`
     start: int,  # where this rank's cut begins
 ):
-    "Copy `loaded[start : start + target.shape[dim]]` along `dim`; of a lazy slice only that is read"
+    "Copy this rank's cut of `loaded` into `target`; of a lazy slice only the cut is read"
     expected = list(target.shape)
     expected[dim] = total
     if list(loaded.shape) != expected:
@@ -183,7 +183,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         target = param.data.narrow(0, sum(sizes[:shard_id]), sizes[shard_id])
         copy_shard(target, loaded, 0, self.output_sizes[shard_id], self.tp.rank * sizes[shard_id])
 
-# %% ../../nbs/07_layers.linear.ipynb #0328cc33
+# %% ../../nbs/07_layers.linear.ipynb #a3160a1f
 class QKVParallelLinear(LinearBase):
     "Query, key and value projections in one matrix, cut between heads"
 
@@ -202,7 +202,7 @@ class QKVParallelLinear(LinearBase):
         if tp.world_size <= num_kv_heads:
             self.num_kv_heads = divide(num_kv_heads, tp.world_size, "number of key/value heads")
         elif tp.world_size % num_kv_heads:
-            raise ValueError(f"{tp.world_size} ranks can't share {num_kv_heads} key/value heads evenly")
+            raise ValueError(f"{tp.world_size} ranks can't share {num_kv_heads} key/value heads")
         else:
             self.num_kv_heads = 1  # more ranks than heads: neighbours hold copies of one
         rows = (self.num_heads + 2 * self.num_kv_heads) * head_dim

@@ -20,7 +20,7 @@ from ..layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowPa
 from ..layers.rotary_embedding import RotaryEmbedding
 from .registry import register_model
 
-# %% ../../nbs/20_models.llama.ipynb #663602f3
+# %% ../../nbs/20_models.llama.ipynb #2efe5e2a
 class LlamaAttention(nn.Module):
     "Projection into heads, attention, projection back"
 
@@ -36,26 +36,14 @@ class LlamaAttention(nn.Module):
         heads_size = config.num_heads * config.head_dim
         qkv_bias, o_bias = self.biases(config)
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
-            config.head_dim,
-            config.num_heads,
-            config.num_kv_heads,
-            bias=qkv_bias,
-            tp=tp,
+            config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads, qkv_bias, tp
         )
-        self.o_proj = RowParallelLinear(
-            heads_size, config.hidden_size, bias=o_bias, tp=tp
-        )
+        self.o_proj = RowParallelLinear(heads_size, config.hidden_size, o_bias, tp)
+        # from here on heads are this rank's: the projection knows how many it holds
+        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         q_norm, k_norm = self.head_norms(config)
         self.attn = Attention(
-            self.qkv_proj.num_heads,
-            self.qkv_proj.num_kv_heads,
-            config.head_dim,
-            rope,
-            layer_idx,
-            q_norm,
-            k_norm,
-            backend,
+            num_heads, num_kv_heads, config.head_dim, rope, layer_idx, q_norm, k_norm, backend
         )
 
     def biases(self, config: ModelConfig) -> tuple[bool, bool]:

@@ -11,15 +11,14 @@ from ..layers.layernorm import RMSNorm
 from .llama import LlamaAttention, LlamaForCausalLM
 from .registry import register_model
 
-# %% ../../nbs/21_models.qwen3.ipynb #04bdf34c
+# %% ../../nbs/21_models.qwen3.ipynb #596727e9
 class Qwen3Attention(LlamaAttention):
     "Queries and keys are normalised, head by head, before they are rotated"
 
     def head_norms(self, config: ModelConfig) -> tuple:
         "One weight vector for all query heads, one for all key heads"
-        return RMSNorm(config.head_dim, config.rms_norm_eps), RMSNorm(
-            config.head_dim, config.rms_norm_eps
-        )
+        q_norm, k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
+        return q_norm, k_norm
 
 
 @register_model("Qwen3ForCausalLM")

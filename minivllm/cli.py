@@ -30,10 +30,14 @@ from .llm import LLM
 from .models.loader import resolve_model
 from .sampling_params import SamplingParams
 
-# %% ../nbs/36_cli.ipynb #24db1c83
+# %% ../nbs/36_cli.ipynb #735d0c23
 def field_comments(cls: type) -> dict:  # name -> comment
     "What is written behind the fields of a dataclass, in their own line or the one that continues it"
-    return dict(re.findall(r"^    (\w+): [^#\n]*(?:\n {8}[^#\n]*)?# (.+)$", inspect.getsource(cls), flags=re.M))
+    try:
+        source = inspect.getsource(cls)
+    except OSError:  # installed without its source: the options work, and have no help
+        return {}
+    return dict(re.findall(r"^    (\w+): [^#\n]*(?:\n {8}[^#\n]*)?# (.+)$", source, flags=re.M))
 
 
 def option_type(field: dataclasses.Field) -> type:
@@ -96,16 +100,16 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     "The sampling parameters of a command's requests"
     return SamplingParams(**options_of(SamplingParams, args, NO_SAMPLING_OPTIONS), seed=args.request_seed)
 
-# %% ../nbs/36_cli.ipynb #f571f362
+# %% ../nbs/36_cli.ipynb #1bcdeb9b
 DEMO_PROMPTS = [
     "What is the capital of France?",
-    "Name the three primary colours.",
+    "What is the opposite of hot?",
+    "What is the largest ocean on Earth?",
+    "Name three fruits.",
+    "What is bread made of?",
+    "What is a noun?",
     "Why is the sky blue?",
     "Write one sentence about the sea.",
-    "What is a large language model?",
-    "Give me a synonym for 'happy'.",
-    "How do plants make their food?",
-    "What do you call a baby dog?",
 ]
 
 

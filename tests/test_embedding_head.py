@@ -118,13 +118,21 @@ def test_loading_the_embedding_after_the_tie_fills_the_head():
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
-def test_packing_leaves_a_tied_head_alone():
+def test_packing_a_head_keeps_the_embedding_and_the_logits():
     full, x, ids = torch.randn(4096, 64), torch.randn(3, 64), torch.tensor([0, 4095])
     tied, untied = tied_model(4096, 64), loaded(ParallelLMHead, full)
     weight = tied["embed_tokens"].weight
     weight.weight_loader(weight, full)
     pack_weights(nn.ModuleList([tied, untied]))
-    assert untied.weight.is_mkldnn and not tied["lm_head"].weight.is_mkldnn
+    assert untied.weight.is_mkldnn and untied.packed_copy is None
+    assert tied["lm_head"].packed_copy.is_mkldnn and tied["lm_head"].weight is tied["embed_tokens"].weight
+    assert [name for name, _ in tied.named_parameters()] == ["embed_tokens.weight"]
     assert torch.equal(tied["embed_tokens"](ids), full[ids])
     for head in (tied["lm_head"], untied):
         torch.testing.assert_close(head(x), F.linear(x, full), atol=1e-3, rtol=1e-4)
+
+
+def test_packing_a_small_tied_head_makes_no_copy():
+    model = tied_model()
+    pack_weights(model)
+    assert model["lm_head"].packed_copy is None

@@ -43,7 +43,7 @@ def plan_group(
     empty = context_lens.eq(0)[:, None, None] if 0 in lens else None
     return DecodePlan(len(lens), rows.flatten(), bias.flatten(0, 1).unsqueeze(1), empty)
 
-# %% ../../nbs/14_kernels.decode.ipynb #584f4ba5
+# %% ../../nbs/14_kernels.decode.ipynb #1ce5160b
 def plan_decode(
     k_cache: torch.Tensor,       # `[num_blocks, block_size, num_kv_heads, head_dim]`, of any layer
     block_tables: torch.Tensor,  # `[num_seqs, max_blocks]`
@@ -55,7 +55,7 @@ def plan_decode(
     rectangle_bytes = max(lens) * token_bytes or 1  # nothing but padding rows
     size = max(1, GATHERED_BYTES[k_cache.device.type] // rectangle_bytes)
     parts = (slice(i, i + size) for i in range(0, len(lens), size))
-    return [plan_group(k_cache, block_tables[part], context_lens[part], lens[part]) for part in parts]
+    return [plan_group(k_cache, block_tables[p], context_lens[p], lens[p]) for p in parts]
 
 # %% ../../nbs/14_kernels.decode.ipynb #0c2be518
 def attend_gathered(
@@ -76,7 +76,7 @@ def attend_gathered(
     out = torch.bmm(probs, v).view(q.shape)
     return out if plan.empty is None else out.masked_fill(plan.empty, 0)
 
-# %% ../../nbs/14_kernels.decode.ipynb #94e9819e
+# %% ../../nbs/14_kernels.decode.ipynb #bf79f38a
 def paged_decode_torch(
     q: torch.Tensor,             # `[num_seqs, num_heads, head_dim]`, one query per request
     k_cache: torch.Tensor,       # `[num_blocks, block_size, num_kv_heads, head_dim]`
@@ -91,8 +91,9 @@ def paged_decode_torch(
         plan = plan_decode(k_cache, block_tables, context_lens)
     if len(plan) == 1:
         return attend_gathered(q, k_cache, v_cache, plan[0], scale)
-    parts = zip(q.split([group.num_seqs for group in plan]), plan)
-    return torch.cat([attend_gathered(part, k_cache, v_cache, group, scale) for part, group in parts])
+    parts = q.split([group.num_seqs for group in plan])
+    outs = [attend_gathered(a, k_cache, v_cache, group, scale) for a, group in zip(parts, plan)]
+    return torch.cat(outs)
 
 # %% ../../nbs/14_kernels.decode.ipynb #34071d05
 def paged_decode(q, k_cache, v_cache, block_tables, context_lens, scale):

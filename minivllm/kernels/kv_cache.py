@@ -8,11 +8,11 @@ __all__ = ['store_kv_torch', 'store_kv', 'gather_pages']
 # %% ../../nbs/11_kernels.kv_cache.ipynb #344cc936
 import torch
 
-# %% ../../nbs/11_kernels.kv_cache.ipynb #27220a83
+# %% ../../nbs/11_kernels.kv_cache.ipynb #323ede69
 def store_kv_torch(
     key: torch.Tensor,           # `[num_tokens, num_kv_heads, head_dim]`
     value: torch.Tensor,         # like `key`
-    k_cache: torch.Tensor,       # `[num_blocks, block_size, num_kv_heads, head_dim]`, written in place
+    k_cache: torch.Tensor,       # `[num_blocks, block_size, num_kv_heads, head_dim]`, written
     v_cache: torch.Tensor,       # like `k_cache`
     slot_mapping: torch.Tensor,  # `[num_tokens]` int64, block * block_size + offset; -1: none
 ):
@@ -29,10 +29,10 @@ def store_kv(key, value, k_cache, v_cache, slot_mapping):
     "Store keys and values by the implementation for their device"
     store_kv_torch(key, value, k_cache, v_cache, slot_mapping)
 
-# %% ../../nbs/11_kernels.kv_cache.ipynb #5c921b97
+# %% ../../nbs/11_kernels.kv_cache.ipynb #fb789a15
 def gather_pages(
     cache: torch.Tensor,        # `[num_blocks, block_size, num_kv_heads, head_dim]`
-    block_table: torch.Tensor,  # `[max_blocks]`, one request's blocks in order, and anything behind them
+    block_table: torch.Tensor,  # `[max_blocks]`, one request's blocks in order, then anything
     context_len: int,           # tokens stored
 ) -> torch.Tensor:              # `[context_len, num_kv_heads, head_dim]`
     "One request's keys or values, brought together from its pages"

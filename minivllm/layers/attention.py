@@ -17,7 +17,7 @@ from ..kernels.decode import paged_decode_torch, plan_decode
 from ..kernels.kv_cache import store_kv_torch
 from ..kernels.prefill import paged_prefill_torch
 
-# %% ../../nbs/15_layers.attention.ipynb #57a9c5ea
+# %% ../../nbs/15_layers.attention.ipynb #baf61d69
 @dataclass(frozen=True)
 class ForwardContext:
     "What a forward pass knows of its step: where K/V goes, and which K/V each query sees"
@@ -25,7 +25,7 @@ class ForwardContext:
     slot_mapping: torch.Tensor  # `[num_tokens]` int64, slot of each token's K/V; -1: not stored
     block_tables: torch.Tensor  # `[num_seqs, max_blocks]` int32, rows padded with 0
     context_lens: torch.Tensor  # `[num_seqs]` int32, keys that the sequence's last query sees
-    cu_seqlens_q: torch.Tensor  # `[num_seqs + 1]` int32, where each sequence's queries begin and end
+    cu_seqlens_q: torch.Tensor  # `[num_seqs + 1]` int32, borders between the sequences' queries
     num_decodes: int            # the first `num_decodes` sequences have one query each
     kv_caches: list             # per layer `(k_cache, v_cache)`, of the shape that the kernels take
 

@@ -53,27 +53,31 @@ class VocabParallelEmbedding(nn.Module):
         y = F.embedding((token_ids - self.start) * mine, self.weight)
         return self.tp.all_reduce(y.masked_fill(~mine.unsqueeze(-1), 0))
 
-# %% ../../nbs/08_layers.embedding_head.ipynb #375b5435
+# %% ../../nbs/08_layers.embedding_head.ipynb #1663de34
 class ParallelLMHead(VocabParallelEmbedding):
     "Logits from hidden states: a product with the transpose of an embedding-shaped matrix"
 
     def __init__(self, vocab_size, hidden_size, tp=SINGLE):
         super().__init__(vocab_size, hidden_size, tp)
-        self.tied = False
+        self.tied, self.packed_copy = False, None
 
     def tie(self, embedding: VocabParallelEmbedding):
         "Share the embedding's matrix: one parameter under two names"
         self.weight, self.tied = embedding.weight, True
 
     def pack_weight(self):
-        "Bring the loaded weight into the layout that multiplies fastest; a tied one stays"
-        if not self.tied:  # an embedding can't look up rows in a packed weight
-            self.weight = packed(self.weight)
+        "Bring the loaded weight into the layout that multiplies fastest, or a copy if it is tied"
+        weight = packed(self.weight)
+        if not self.tied:
+            self.weight = weight
+        elif weight is not self.weight:  # the embedding needs rows that it can look up
+            self.packed_copy = weight.data
 
     def forward(
         self,
         hidden_states: torch.Tensor,  # `[num_rows, hidden_size]`, only the rows that are sampled
     ) -> torch.Tensor | None:  # `[num_rows, vocab_size]` on rank 0, None on the others
         "Logits over the whole vocabulary; only the rank that samples receives them"
-        logits = self.tp.gather(linear(hidden_states, self.weight))
+        weight = self.weight if self.packed_copy is None else self.packed_copy
+        logits = self.tp.gather(linear(hidden_states, weight))
         return None if logits is None else logits[:, : self.vocab_size]

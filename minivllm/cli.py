@@ -6,7 +6,7 @@
 __all__ = ['NO_ENGINE_OPTIONS', 'NO_SAMPLING_OPTIONS', 'DEMO_PROMPTS', 'field_comments', 'option_type', 'add_options',
            'add_engine_options', 'add_sampling_options', 'options_of', 'engine_options', 'sampling_params',
            'as_question', 'run_generate', 'read_line', 'print_answer', 'run_chat', 'time_minivllm', 'time_transformers',
-           'compare_runs', 'load_reference', 'run_bench', 'positive', 'build_parser', 'main']
+           'compare_runs', 'load_reference', 'contestants', 'run_bench', 'positive', 'build_parser', 'main']
 
 # %% ../nbs/36_cli.ipynb #b25d6ed1
 import argparse
@@ -30,14 +30,14 @@ from .llm import LLM
 from .models.loader import resolve_model
 from .sampling_params import SamplingParams
 
-# %% ../nbs/36_cli.ipynb #735d0c23
+# %% ../nbs/36_cli.ipynb #6e7017de
 def field_comments(cls: type) -> dict:  # name -> comment
-    "What is written behind the fields of a dataclass, in their own line or the one that continues it"
+    "What is written behind the fields of a dataclass"
     try:
         source = inspect.getsource(cls)
     except OSError:  # installed without its source: the options work, and have no help
         return {}
-    return dict(re.findall(r"^    (\w+): [^#\n]*(?:\n {8}[^#\n]*)?# (.+)$", source, flags=re.M))
+    return dict(re.findall(r"^    (\w+): .*?\s# (.+)$", source, flags=re.M))
 
 
 def option_type(field: dataclasses.Field) -> type:
@@ -59,12 +59,13 @@ def add_options(
         flag, default = "--" + field.name.replace("_", "-"), defaults.get(field.name, field.default)
         about = comments.get(field.name, "").replace("%", "%%")
         if isinstance(default, bool):
-            group.add_argument(flag, default=default, help=about, action=argparse.BooleanOptionalAction)
+            kind = dict(action=argparse.BooleanOptionalAction)
         else:
-            shown = "" if default is None else " (default: %(default)s)"
-            group.add_argument(flag, default=default, help=about + shown, type=option_type(field))
+            kind = dict(type=option_type(field))
+            about += "" if default is None else " (default: %(default)s)"
+        group.add_argument(flag, default=default, help=about, **kind)
 
-# %% ../nbs/36_cli.ipynb #f6080eb7
+# %% ../nbs/36_cli.ipynb #557d4dca
 NO_ENGINE_OPTIONS = {"skip_tokenizer_init"}           # these commands are about text
 NO_SAMPLING_OPTIONS = {"seed", "stop_token_ids"}      # the engine has a --seed too
 
@@ -88,7 +89,8 @@ def add_sampling_options(
 
 def options_of(cls: type, args: argparse.Namespace, leave_out=()) -> dict:
     "The fields of a dataclass among the parsed arguments"
-    return {f.name: getattr(args, f.name) for f in dataclasses.fields(cls) if f.name not in leave_out}
+    names = [field.name for field in dataclasses.fields(cls)]
+    return {name: getattr(args, name) for name in names if name not in leave_out}
 
 
 def engine_options(args: argparse.Namespace) -> dict:
@@ -98,9 +100,10 @@ def engine_options(args: argparse.Namespace) -> dict:
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     "The sampling parameters of a command's requests"
-    return SamplingParams(**options_of(SamplingParams, args, NO_SAMPLING_OPTIONS), seed=args.request_seed)
+    options = options_of(SamplingParams, args, NO_SAMPLING_OPTIONS)
+    return SamplingParams(**options, seed=args.request_seed)
 
-# %% ../nbs/36_cli.ipynb #1bcdeb9b
+# %% ../nbs/36_cli.ipynb #b34b3120
 DEMO_PROMPTS = [
     "What is the capital of France?",
     "What is the opposite of hot?",
@@ -129,15 +132,20 @@ def run_generate(args: argparse.Namespace):
     with LLM(**engine_options(args)) as llm:
         questions = args.prompts or DEMO_PROMPTS
         start = time.perf_counter()
-        outputs = llm.generate([as_question(llm, text, args.raw) for text in questions], sampling_params(args))
+        prompts = [as_question(llm, question, args.raw) for question in questions]
+        outputs = llm.generate(prompts, sampling_params(args))
         seconds = time.perf_counter() - start
         for question, output in zip(questions, outputs):
             print(f"\n> {question}\n{output.outputs[0].text.strip()}")
         stats = llm.engine.stats
-        print(f"\n{len(outputs)} requests in {seconds:.1f} s: {stats.num_prompt_tokens / seconds:.0f} prompt tokens/s, "
-              f"{stats.num_output_tokens / seconds:.0f} output tokens/s; peak memory {peak_rss() / 1e9:.2f} GB")
+        print(
+            f"\n{len(outputs)} requests in {seconds:.1f} s: "
+            f"{stats.num_prompt_tokens / seconds:.0f} prompt tokens/s, "
+            f"{stats.num_output_tokens / seconds:.0f} output tokens/s; "
+            f"peak memory {peak_rss() / 1e9:.2f} GB"
+        )
 
-# %% ../nbs/36_cli.ipynb #5ecb8c0e
+# %% ../nbs/36_cli.ipynb #0499efd9
 def read_line(prompt: str) -> str:
     "A line from the user; empty at the end of input"
     try:
@@ -171,7 +179,7 @@ def run_chat(args: argparse.Namespace):
         import readline  # noqa: F401  `input` then has line editing and a history
     with LLM(**engine_options(args)) as llm:
         messages = [{"role": "system", "content": args.system}] if args.system else []
-        llm.chat_prompt([{"role": "user", "content": "?"}])  # a model that can't chat says so at once
+        llm.chat_prompt([{"role": "user", "content": "?"}])  # who can't chat says so at once
         print("Ctrl-C ends an answer; an empty line or Ctrl-D ends the chat.")
         while question := read_line("> "):
             messages.append({"role": "user", "content": question})
@@ -183,7 +191,7 @@ def run_chat(args: argparse.Namespace):
             else:
                 messages.append({"role": "assistant", "content": answer})
 
-# %% ../nbs/36_cli.ipynb #76e5b536
+# %% ../nbs/36_cli.ipynb #8a279611
 def time_minivllm(
     llm: LLM,
     prompts: list[list[int]],
@@ -208,18 +216,19 @@ def time_transformers(
     start, tokens = time.perf_counter(), []
     for batch in batches:
         longest = max(map(len, batch))
-        padding = [[0] * (longest - len(prompt)) for prompt in batch]
-        ids = torch.tensor([pad + prompt for pad, prompt in zip(padding, batch)], device=model.device)
-        mask = torch.tensor([pad + [1] * len(prompt) for pad, prompt in zip(padding, batch)], device=model.device)
+        padded = [[0] * (longest - len(prompt)) + prompt for prompt in batch]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch]
+        ids = torch.tensor(padded, device=model.device)
+        mask = torch.tensor(mask, device=model.device)
         tokens += model.generate(ids, attention_mask=mask, **options)[:, longest:].tolist()
     return time.perf_counter() - start, tokens
 
-# %% ../nbs/36_cli.ipynb #ff1f9e80
+# %% ../nbs/36_cli.ipynb #cc57c5e4
 def compare_runs(
     runs: dict,   # name -> function that returns (seconds, tokens of each prompt)
     repeat: int,  # timed runs of each
 ) -> list[dict]:
-    "Run all in turn, after a warm-up: the median of each, and how many answers equal those of the first"
+    "All in turn, after a warm-up: the median of each, and how many answers equal the first one's"
     seconds, tokens = {name: [] for name in runs}, {}
     for turn in range(repeat + 1):
         for name, run in runs.items():
@@ -231,9 +240,16 @@ def compare_runs(
     for name, taken in seconds.items():
         median = statistics.median(taken)
         num_tokens = sum(map(len, tokens[name]))
-        rows.append(dict(name=name, seconds=median, all_seconds=taken, num_output_tokens=num_tokens,
-                         output_tokens_per_second=num_tokens / median,
-                         same_answers=sum(a == b for a, b in zip(tokens[name], first))))
+        rows.append(
+            {
+                "name": name,
+                "seconds": median,
+                "all_seconds": taken,
+                "num_output_tokens": num_tokens,
+                "output_tokens_per_second": num_tokens / median,
+                "same_answers": sum(a == b for a, b in zip(tokens[name], first)),
+            }
+        )
     return rows
 
 
@@ -243,32 +259,46 @@ def load_reference(llm: LLM):  # transformers' model
 
     runner = llm.engine.runner
     model = AutoModelForCausalLM.from_pretrained(resolve_model(llm.engine.config.model))
-    model.generation_config.eos_token_id = None  # all tokens that were asked for, as with ignore_eos
+    model.generation_config.eos_token_id = None  # as with ignore_eos: all tokens asked for
     return model.to(runner.device, runner.dtype).eval()
 
-# %% ../nbs/36_cli.ipynb #8ebb20fa
+# %% ../nbs/36_cli.ipynb #77ec3224
+def contestants(
+    llm: LLM,
+    prompts: list[list[int]],
+    max_tokens: int,
+    compare: str | None,  # "transformers" or nobody
+) -> dict:  # name -> function that returns (seconds, tokens of each prompt)
+    "Who takes part in a comparison"
+    runs = {"minivllm": functools.partial(time_minivllm, llm, prompts, max_tokens)}
+    if compare == "transformers":
+        model = load_reference(llm)
+        for name, batched in (("batched", True), ("one by one", False)):
+            run = functools.partial(time_transformers, model, prompts, max_tokens, batched)
+            runs[f"transformers, {name}"] = run
+    return runs
+
+
 def run_bench(args: argparse.Namespace):
     "Output tokens per second of one batch of greedy answers, beside transformers where asked"
     with LLM(**engine_options(args)) as llm:
-        questions = [as_question(llm, DEMO_PROMPTS[i % len(DEMO_PROMPTS)]) for i in range(args.num_prompts)]
-        prompts = [llm.engine.encode(question)[1] for question in questions]
-        runs = {"minivllm": lambda: time_minivllm(llm, prompts, args.max_tokens)}
-        if args.compare == "transformers":
-            model = load_reference(llm)
-            for name, batched in (("batched", True), ("one by one", False)):
-                run = functools.partial(time_transformers, model, prompts, args.max_tokens, batched)
-                runs[f"transformers, {name}"] = run
-        rows = compare_runs(runs, args.repeat)
-        result = dict(model=args.model, dtype=str(llm.engine.runner.dtype), num_prompts=args.num_prompts,
-                      max_tokens=args.max_tokens, machine=machine(), rows=rows)
+        questions = [DEMO_PROMPTS[i % len(DEMO_PROMPTS)] for i in range(args.num_prompts)]
+        prompts = [llm.engine.encode(as_question(llm, question))[1] for question in questions]
+        runs = contestants(llm, prompts, args.max_tokens, args.compare)
+        rows, dtype = compare_runs(runs, args.repeat), str(llm.engine.runner.dtype)
     for row in rows:
-        print(f"{row['name']:26}{row['output_tokens_per_second']:9.1f} output tokens/s {row['seconds']:8.2f} s,"
-              f"{row['seconds'] / rows[0]['seconds']:6.2f} x minivllm's; {row['same_answers']} of {args.num_prompts} answers equal")
+        print(
+            f"{row['name']:26}{row['output_tokens_per_second']:9.1f} output tokens/s, "
+            f"{row['seconds']:.2f} s, {row['seconds'] / rows[0]['seconds']:.2f} x minivllm's; "
+            f"{row['same_answers']} of {args.num_prompts} answers equal"
+        )
     if args.json:
+        shapes = dict(model=args.model, dtype=dtype, num_prompts=args.num_prompts)
+        result = dict(**shapes, max_tokens=args.max_tokens, machine=machine(), rows=rows)
         with open(args.json, "w") as file:
             json.dump(result, file, indent=1)
 
-# %% ../nbs/36_cli.ipynb #c30974cd
+# %% ../nbs/36_cli.ipynb #21bbd033
 def positive(text: str) -> int:
     "A number on the command line that must be at least 1"
     if (value := int(text)) < 1:
@@ -282,9 +312,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"minivllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    generate = commands.add_parser("generate", help="answer prompts, batched together", description=run_generate.__doc__)
+    about = dict(help="answer prompts, batched together", description=run_generate.__doc__)
+    generate = commands.add_parser("generate", **about)
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="default: eight questions")
-    generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    raw = "continue the text as it is, without the chat template"
+    generate.add_argument("--raw", action="store_true", help=raw)
     add_sampling_options(generate, temperature=0.0, max_tokens=64)
     add_engine_options(generate)
 
@@ -293,11 +325,15 @@ def build_parser() -> argparse.ArgumentParser:
     add_sampling_options(chat, temperature=0.7, max_tokens=512)
     add_engine_options(chat)
 
-    bench = commands.add_parser("bench", help="measure throughput", description=run_bench.__doc__)
-    bench.add_argument("--num-prompts", type=positive, default=8, help="default: %(default)s")
-    bench.add_argument("--max-tokens", type=positive, default=64, help="of each answer; default: %(default)s")
-    bench.add_argument("--repeat", type=positive, default=3, help="timed runs of each, after a warm-up; default: %(default)s")
-    bench.add_argument("--compare", choices=["transformers"], help="run this in turn with it, on the same prompts")
+    about = dict(help="measure throughput", description=run_bench.__doc__)
+    bench = commands.add_parser("bench", **about)
+    numbers = {"num-prompts": (8, ""), "max-tokens": (64, "of each answer "),
+               "repeat": (3, "timed runs of each, after a warm-up ")}
+    for name, (default, what) in numbers.items():
+        what += "(default: %(default)s)"
+        bench.add_argument(f"--{name}", type=positive, default=default, help=what)
+    rival = "run this in turn with it, on the same prompts"
+    bench.add_argument("--compare", choices=["transformers"], help=rival)
     bench.add_argument("--json", metavar="FILE", help="write the result to FILE")
     # the runs repeat their prompts: with the cache, all but the warm-up would find them computed
     add_engine_options(bench, enable_prefix_caching=False)

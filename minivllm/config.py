@@ -126,7 +126,7 @@ def read_architecture(
         raise ValueError(f"hidden_act={act!r} is not supported; supported: silu")
     return architecture
 
-# %% ../nbs/16_config.ipynb #99b2ee2f
+# %% ../nbs/16_config.ipynb #73337669
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -146,7 +146,9 @@ def check_sizes(hf_config):
     for name in SIZES:
         check_range(name, getattr(hf_config, name), 1)
     heads = hf_config.num_attention_heads
-    check_range("head_dim", read(hf_config, "head_dim", hf_config.hidden_size // heads), 1)
+    head_dim = check_range("head_dim", read(hf_config, "head_dim", hf_config.hidden_size // heads), 1)
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim}: must be even, rotary embedding turns pairs of dimensions")
     kv_heads = check_range("num_key_value_heads", read(hf_config, "num_key_value_heads", heads), 1)
     if heads % kv_heads:
         raise ValueError(f"num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}")

@@ -67,7 +67,7 @@ class Detokenizer:
         self.prefix = ""
         return self.text
 
-# %% ../nbs/33_outputs.ipynb #c5865037
+# %% ../nbs/33_outputs.ipynb #b89c632b
 @dataclass
 class CompletionOutput:
     "One answer to a request"
@@ -75,7 +75,7 @@ class CompletionOutput:
     text: str                         # without special tokens, unless they were asked for
     token_ids: list[int]              # every token that was sampled, the one that ended it included
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None while it runs
-    stop_reason: int | None = None    # the token that ended it, where the request itself named that one
+    stop_reason: int | None = None    # the token that ended it, where the request named it itself
 
 # %% ../nbs/33_outputs.ipynb #88245822
 def seconds_between(start: float | None, end: float | None) -> float | None:

@@ -183,7 +183,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(options, expected, type_in, caps
     run, calls = ModelRunner.run, []
 
     def interrupted(self, *args):
-        calls.append(args)
+        if hasattr(self, "num_kv_blocks"): calls.append(args)  # a GPU's warm-up runs before there are any
         if len(calls) == 4: raise KeyboardInterrupt
         return run(self, *args)
 

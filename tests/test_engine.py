@@ -415,10 +415,13 @@ def test_abort_at_every_moment(folder):
 def test_exit_twice(folder):
     engine = LLMEngine(str(folder), **T0)
     model = weakref.ref(engine.runner.model)
+    runner_exit, calls = engine.runner.exit, []
+    engine.runner.exit = lambda: (calls.append(1), runner_exit())
     engine.add_request("a", [1, 2, 3], GREEDY)
     engine.step()
     engine.exit()
     engine.exit()
+    assert len(calls) == 1
     assert not engine.has_unfinished_requests() and model() is None
     for call in (lambda: engine.add_request("b", [1], GREEDY), engine.step):
         with pytest.raises(RuntimeError, match="closed"): call()

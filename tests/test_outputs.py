@@ -133,3 +133,17 @@ def test_times_of_a_request():
     metrics.finished_time = 17.5
     assert (metrics.queue_time, metrics.time_to_first_token, metrics.latency) == (1.0, 3.0, 7.5)
     assert metrics.time_per_output_token == 2.0 and metrics.num_output_tokens == 3
+
+
+def test_a_token_is_decoded_in_its_context():
+    "The space in front of a word is its own, but not at the beginning: \u2581a is 'a' there and ' a' elsewhere"
+    word, letter = 1, 2
+    assert deltas(FALLBACK, [word, letter, word]) == ["a", "b", " a", ""] and decode(FALLBACK, [word]) == "a"
+
+
+def test_the_window_stays_short():
+    detokenizer, token_ids = Detokenizer(BYTES), []
+    for token_id in "caf\u00e9 \u2603 ".encode() * 50:
+        token_ids.append(token_id)
+        detokenizer.update(token_ids)
+        assert len(token_ids) - detokenizer.start <= 6  # the character before, and one that is incomplete

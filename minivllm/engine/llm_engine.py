@@ -27,9 +27,9 @@ from ..models.loader import resolve_model
 from ..outputs import CompletionOutput, Detokenizer, RequestMetrics, RequestOutput, decode
 from ..sampling_params import SamplingParams, check_option_names, check_range
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #2911c7a9
+# %% ../../nbs/34_engine.llm_engine.ipynb #22b7fe6e
 def split_prompt(
-    prompt,  # a string, a list of token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or both in one
+    prompt,  # a string, a list of token ids, or a dict with "prompt", "prompt_token_ids" or both
 ) -> tuple[str | None, list[int] | None]:
     "The text and the token ids that a prompt brings, one of which may be missing"
     if isinstance(prompt, str):
@@ -44,7 +44,7 @@ def split_prompt(
     raise TypeError("a prompt is a string, a list of token ids, or a dict with one of these under "
                     f"'prompt' or 'prompt_token_ids', not {prompt!r:.60}")
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #6964dbab
+# %% ../../nbs/34_engine.llm_engine.ipynb #ed975688
 def load_tokenizer(
     source: str | Path,  # a folder or a Hub id
     vocab_size: int,     # of the model
@@ -53,14 +53,19 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except Exception as error:  # there are many ways to be absent or broken
-        raise ValueError(f"{source} has no tokenizer that can be read ({type(error).__name__}); give "
-                         "tokenizer=..., or skip_tokenizer_init=True for prompts of token ids") from error
+        raise ValueError(
+            f"{source} has no tokenizer that can be read ({type(error).__name__}); "
+            "give tokenizer=..., or skip_tokenizer_init=True for prompts of token ids"
+        ) from error
     if len(tokenizer) > vocab_size:
-        warnings.warn(f"the tokenizer has {len(tokenizer)} tokens, the model {vocab_size}: "
-                      "prompts with others than these will be refused", stacklevel=2)
+        warnings.warn(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {vocab_size}: "
+            "prompts with others than these will be refused",
+            stacklevel=2,
+        )
     return tokenizer
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #3cb86f35
+# %% ../../nbs/34_engine.llm_engine.ipynb #267e2ee1
 def chat_end_token_ids(
     tokenizer,
 ) -> list[int]:  # one id, or none
@@ -75,8 +80,9 @@ def chat_end_token_ids(
         return []
     after = tokenizer.encode(text.rpartition(answer)[2].lstrip(), add_special_tokens=False)
     # models list few of their special tokens by name; the tokenizer's own file marks them all
-    added = tokenizer.added_tokens_decoder
-    return [i for i in after[:1] if i in tokenizer.all_special_ids or (i in added and added[i].special)]
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special.update(tokenizer.all_special_ids)
+    return [token_id for token_id in after[:1] if token_id in special]
 
 
 def end_token_ids(
@@ -92,7 +98,7 @@ def end_token_ids(
         ids.update(as_list(tokenizer.eos_token_id), chat_end_token_ids(tokenizer))
     return ids
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #cf9b9bc6
+# %% ../../nbs/34_engine.llm_engine.ipynb #069b3eb1
 @dataclass
 class Request:
     "What the engine keeps of a request beside its sequence"
@@ -108,7 +114,7 @@ class Request:
 class EngineStats:
     "What the engine has done since it was built"
     num_steps: int = 0
-    num_prompt_tokens: int = 0  # prompt tokens computed; those found in the prefix cache are not among them
+    num_prompt_tokens: int = 0  # prompt tokens computed, not those found in the prefix cache
     num_output_tokens: int = 0
 
 # %% ../../nbs/34_engine.llm_engine.ipynb #972b306e
@@ -119,7 +125,7 @@ def takes_engine_options(init):
     init.__signature__ = inspect.Signature([first, model, *keywords])
     return check_option_names(init)
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #0afed094
+# %% ../../nbs/34_engine.llm_engine.ipynb #510ee822
 class LLMEngine:
     "Tokenizer, scheduler and runner behind four calls: add_request, step, abort_request, exit"
 
@@ -133,17 +139,25 @@ class LLMEngine:
         self.config = config = EngineConfig(model, **options)
         folder = resolve_model(config.model)
         self.model_config = load_model_config(folder)
+        model_config = self.model_config
         self.max_model_len = resolve_max_model_len(
-            config.max_model_len, self.model_config.max_position_embeddings, self.model_config.sliding_window)
+            config.max_model_len, model_config.max_position_embeddings, model_config.sliding_window
+        )
         self.tokenizer = None
         if not config.skip_tokenizer_init:
-            self.tokenizer = load_tokenizer(config.tokenizer or folder, self.model_config.vocab_size)
-        self.stop_token_ids = frozenset(end_token_ids(folder, self.model_config.eos_token_ids, self.tokenizer))
+            self.tokenizer = load_tokenizer(config.tokenizer or folder, model_config.vocab_size)
+        ends = end_token_ids(folder, model_config.eos_token_ids, self.tokenizer)
+        self.stop_token_ids = frozenset(ends)
         # the runner comes before the scheduler: only it knows how many blocks there are
-        self.runner = ModelRunner(config, self.model_config, folder, self.max_model_len)
-        manager = BlockManager(self.runner.num_kv_blocks, config.block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(manager, config.max_num_seqs, config.max_num_batched_tokens,
-                                   self.max_model_len, config.scheduling_policy)
+        self.runner = ModelRunner(config, model_config, folder, self.max_model_len)
+        num_blocks, caching = self.runner.num_kv_blocks, config.enable_prefix_caching
+        self.scheduler = Scheduler(
+            BlockManager(num_blocks, config.block_size, caching),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            self.max_model_len,
+            config.scheduling_policy,
+        )
         self.requests = {}     # request_id -> Request, the unfinished
         self.request_ids = {}  # seq_id -> request_id
         self.stats = EngineStats()
@@ -193,7 +207,9 @@ class LLMEngine:
             raise ValueError(f"request_id {request_id!r} is in use")
         text, token_ids = self.encode(prompt)
         params = self.check_params(sampling_params)
-        stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_token_ids)
+        stop = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop |= self.stop_token_ids
         seq = Sequence(next(self.seq_ids), token_ids, params, self.config.block_size, stop)
         self.scheduler.add(seq)
         # drawn last, so that a refused request doesn't change the random numbers of the next
@@ -210,15 +226,17 @@ class LLMEngine:
     # a step
 
     def step(self) -> list[RequestOutput]:
-        "Schedule, run, postprocess; outputs of requests that ended or, unless final_only, got a token"
+        "Schedule, run, postprocess; outputs of who ended or, unless final_only, got a token"
         self.check_open()
         step = self.scheduler.schedule()
         if not step.seqs:
             return []
         self.note_first_step(step)
         # of each sequence, the part of this step's tokens that belongs to the prompt
-        in_prompt = [min(n, max(0, seq.num_prompt_tokens - seq.num_computed_tokens))
-                     for seq, n in zip(step.seqs, step.num_tokens)]
+        in_prompt = [
+            min(n, max(0, seq.num_prompt_tokens - seq.num_computed_tokens))
+            for seq, n in zip(step.seqs, step.num_tokens)
+        ]
         # if this raises, the step has not happened: nothing is counted, and the next one repeats it
         token_ids = self.runner.run(step.seqs, step.num_tokens)
         finished = self.scheduler.postprocess(step, token_ids)
@@ -261,11 +279,20 @@ class LLMEngine:
             text = ""
         elif detokenizer is None:
             text = decode(self.tokenizer, token_ids, seq.sampling_params.skip_special_tokens)
+        elif seq.is_finished:
+            text = detokenizer.finish(token_ids)
         else:
-            text = detokenizer.finish(token_ids) if seq.is_finished else detokenizer.update(token_ids)
+            text = detokenizer.update(token_ids)
         completion = CompletionOutput(0, text, token_ids, seq.finish_reason, seq.stop_reason)
-        return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, [completion],
-                             seq.is_finished, seq.num_cached_tokens, copy.copy(request.metrics))
+        return RequestOutput(
+            request.request_id,
+            request.prompt,
+            request.prompt_token_ids,
+            [completion],
+            seq.is_finished,
+            seq.num_cached_tokens,
+            copy.copy(request.metrics),
+        )
 
     # a request goes, and the engine
 

@@ -24,7 +24,7 @@ class SchedulerOutput:
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
 
-# %% ../../nbs/32_engine.scheduler.ipynb #856fcf45
+# %% ../../nbs/32_engine.scheduler.ipynb #7e1345bb
 POLICIES = ("mixed", "prefill_first")
 
 
@@ -77,7 +77,8 @@ class Scheduler:
             self._serve(list(self.running), chosen, step)
             self._admit(chosen, step)
         else:
-            self._serve([seq for seq in self.running if seq.num_uncomputed_tokens > 1], chosen, step)
+            prompts = [seq for seq in self.running if seq.num_uncomputed_tokens > 1]
+            self._serve(prompts, chosen, step)
             self._admit(chosen, step)
             if not chosen:
                 self._serve(list(self.running), chosen, step)
@@ -166,7 +167,7 @@ class Scheduler:
                 continue  # aborted since
             before = seq.num_computed_tokens
             seq.num_computed_tokens = before + n
-            complete = seq.num_uncomputed_tokens == 0  # else a chunk of a prompt: it says nothing yet
+            complete = seq.num_uncomputed_tokens == 0  # or a chunk, which says nothing yet
             if complete and token_id < 0:
                 finished.append(self._end(seq, "error"))
                 continue  # whoever gets no token may hold bad K/V: nothing for the cache

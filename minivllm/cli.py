@@ -223,31 +223,32 @@ def time_transformers(
         tokens += model.generate(ids, attention_mask=mask, **options)[:, longest:].tolist()
     return time.perf_counter() - start, tokens
 
-# %% ../nbs/36_cli.ipynb #cc57c5e4
+# %% ../nbs/36_cli.ipynb #5d3521b6
 def compare_runs(
     runs: dict,   # name -> function that returns (seconds, tokens of each prompt)
-    repeat: int,  # timed runs of each
+    repeat: int,  # timed rounds
 ) -> list[dict]:
-    "All in turn, after a warm-up: the median of each, and how many answers equal the first one's"
+    "All in turn, after a warm-up: median and ratio to the first one's time, and equal answers"
     seconds, tokens = {name: [] for name in runs}, {}
     for turn in range(repeat + 1):
         for name, run in runs.items():
             taken, tokens[name] = run()
             if turn:
                 seconds[name].append(taken)
-    first, *_ = tokens.values()
+    first = next(iter(runs))
     rows = []
     for name, taken in seconds.items():
-        median = statistics.median(taken)
-        num_tokens = sum(map(len, tokens[name]))
+        median, num_tokens = statistics.median(taken), sum(map(len, tokens[name]))
+        ratios = [mine / yardstick for mine, yardstick in zip(taken, seconds[first])]
         rows.append(
             {
                 "name": name,
                 "seconds": median,
                 "all_seconds": taken,
+                "ratio": statistics.median(ratios),  # round by round: a slow round slows them all
                 "num_output_tokens": num_tokens,
                 "output_tokens_per_second": num_tokens / median,
-                "same_answers": sum(a == b for a, b in zip(tokens[name], first)),
+                "same_answers": sum(a == b for a, b in zip(tokens[name], tokens[first])),
             }
         )
     return rows
@@ -262,7 +263,7 @@ def load_reference(llm: LLM):  # transformers' model
     model.generation_config.eos_token_id = None  # as with ignore_eos: all tokens asked for
     return model.to(runner.device, runner.dtype).eval()
 
-# %% ../nbs/36_cli.ipynb #77ec3224
+# %% ../nbs/36_cli.ipynb #70bb4473
 def contestants(
     llm: LLM,
     prompts: list[list[int]],
@@ -289,7 +290,7 @@ def run_bench(args: argparse.Namespace):
     for row in rows:
         print(
             f"{row['name']:26}{row['output_tokens_per_second']:9.1f} output tokens/s, "
-            f"{row['seconds']:.2f} s, {row['seconds'] / rows[0]['seconds']:.2f} x minivllm's; "
+            f"{row['seconds']:.2f} s, {row['ratio']:.2f} x minivllm's; "
             f"{row['same_answers']} of {args.num_prompts} answers equal"
         )
     if args.json:

@@ -12,7 +12,7 @@ from rigs import DEVICE
 
 import minivllm
 from minivllm import LLM, SamplingParams
-from minivllm.cli import DEMO_PROMPTS, build_parser, field_comments, main
+from minivllm.cli import DEMO_PROMPTS, build_parser, compare_runs, field_comments, main
 from minivllm.config import EngineConfig
 from minivllm.engine.model_runner import ModelRunner
 
@@ -239,7 +239,7 @@ def test_bench(options, tmp_path, capsys):
     assert main(["bench", *options, "--num-prompts", "3", "--repeat", "2", "--json", str(file)]) == 0
     result = json.loads(file.read_text())
     row, = result["rows"]
-    assert row["name"] == "minivllm" and row["num_output_tokens"] == 18 and len(row["all_seconds"]) == 2
+    assert row["name"] == "minivllm" and row["ratio"] == 1 and row["num_output_tokens"] == 18 and len(row["all_seconds"]) == 2
     assert row["output_tokens_per_second"] == pytest.approx(18 / row["seconds"])
     assert (result["num_prompts"], result["max_tokens"], result["dtype"]) == (3, 6, "torch.float32") and "cpu" in result["machine"]
     assert "output tokens/s" in capsys.readouterr().out
@@ -272,3 +272,15 @@ def test_bench_computes_every_prompt_again(options, monkeypatch):
     monkeypatch.setattr(minivllm.LLMEngine, "step", counting)
     assert main(["bench", *options, "--num-prompts", "1", "--repeat", "2"]) == 0
     assert len({n for n in computed if n}) == 1 and sum(n > 0 for n in computed) == 3
+
+
+def test_what_a_comparison_says():
+    "Round by round: the warm-up doesn't count, a slow round slows both, and equal answers are counted"
+    def pretend(seconds, tokens):
+        seconds = iter(seconds)
+        return lambda: (next(seconds), tokens)
+
+    first, second = compare_runs({"first": pretend([90, 1, 10, 1], [[1, 2], [3]]), "second": pretend([5, 2, 30, 3], [[1, 2], [4]])}, 3)
+    assert (first["seconds"], first["ratio"], first["same_answers"], first["all_seconds"]) == (1, 1, 2, [1, 10, 1])
+    assert (second["seconds"], second["ratio"], second["same_answers"], second["num_output_tokens"]) == (3, 3, 1, 3)
+    assert second["output_tokens_per_second"] == 1

@@ -7,8 +7,9 @@ __all__ = ['DTYPES', 'SIZES', 'read', 'read_rope', 'read_dtype', 'resolve_dtype'
            'read_architecture', 'check_sizes', 'ModelConfig', 'load_model_config', 'check_choice', 'resolve_device',
            'EngineConfig', 'resolve_max_model_len']
 
-# %% ../nbs/16_config.ipynb #6885d5fd
+# %% ../nbs/16_config.ipynb #09c8d6b5
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -224,7 +225,7 @@ def load_model_config(
     except Exception as error:
         raise ValueError(f"{folder}/config.json: {error}") from error
 
-# %% ../nbs/16_config.ipynb #5b2244c9
+# %% ../nbs/16_config.ipynb #f7878cd3
 def check_choice(
     name: str,  # the option
     value,
@@ -232,23 +233,27 @@ def check_choice(
 ):
     "Raise a ValueError naming option, value and choices, unless `value` is one of `choices`"
     if value not in choices:
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(choices)}")
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(str, choices))}")
 
 
 def resolve_device(
     device: str,  # "auto", "cpu", "cuda", "cuda:1"
 ) -> str:
     '"auto" becomes "cuda" where there is one, else "cpu"; asking for CUDA where there is none is an error'
-    check_choice("device", str(device).split(":")[0], ("auto", "cpu", "cuda"))
-    if device == "auto":
+    device = str(device)  # a torch.device too
+    kind = device.split(":")[0]
+    check_choice("device", kind, ("auto", "cpu", "cuda"))
+    if kind == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if device != "cpu" and not torch.cuda.is_available():
+    if kind == "cpu":
+        return kind  # there is but one
+    if not torch.cuda.is_available():
         raise ValueError(
             f"device={device!r}: this PyTorch ({torch.__version__}) sees no CUDA device; use device='cpu'"
         )
-    return str(device)
+    return device
 
-# %% ../nbs/16_config.ipynb #06fba446
+# %% ../nbs/16_config.ipynb #17845a0b
 @dataclass
 class EngineConfig:
     "Options of an engine, each checked when it is set"
@@ -271,12 +276,19 @@ class EngineConfig:
     load_format: str = "auto"  # or "dummy": seeded random weights, no checkpoint but config.json
 
     def __post_init__(self):
+        tokenizer = self.model if self.tokenizer is None else self.tokenizer
+        for name, source in (("model", self.model), ("tokenizer", tokenizer)):
+            if not isinstance(source, (str, PathLike)) or source == "":
+                raise ValueError(f"{name}={source!r}: must be a folder or a Hub id")
+        # stored as plain integers, whatever kind they came as
         for name in ("max_num_seqs", "max_num_batched_tokens"):
-            check_range(name, getattr(self, name), 1)
+            setattr(self, name, check_range(name, getattr(self, name), 1))
         for name in ("max_model_len", "block_size", "num_kv_blocks"):
             if getattr(self, name) is not None:
-                check_range(name, getattr(self, name), 1)
-        check_range("seed", self.seed, 0, 2**63 - 1)
+                setattr(self, name, check_range(name, getattr(self, name), 1))
+        for name in ("skip_tokenizer_init", "enable_prefix_caching"):
+            check_choice(name, getattr(self, name), (True, False))
+        self.seed = check_range("seed", self.seed, 0, 2**63 - 1)
         share = self.gpu_memory_utilization
         check_range("gpu_memory_utilization", share, 0.0, 1.0, kind=float, above=True)
         check_choice("scheduling_policy", self.scheduling_policy, ("mixed", "prefill_first"))

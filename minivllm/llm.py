@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['as_prompts', 'as_conversations', 'is_conversation', 'as_params', 'naming_prompt', 'ThroughputBar', 'LLM']
 
-# %% ../nbs/35_llm.ipynb #9e95190c
+# %% ../nbs/35_llm.ipynb #1f440e2a
 import numbers
 import time
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from itertools import count, islice
 from jinja2 import TemplateError
 from tqdm import tqdm
 
-from .engine.llm_engine import LLMEngine, takes_engine_options
+from .engine.llm_engine import LLMEngine, takes_engine_options, uninterrupted
 from .outputs import RequestOutput
 from .sampling_params import SamplingParams
 
@@ -111,7 +111,7 @@ class ThroughputBar:
     def __exit__(self, *error):
         self.bar.close()
 
-# %% ../nbs/35_llm.ipynb #e204d023
+# %% ../nbs/35_llm.ipynb #0288c4cf
 class LLM:
     "Offline inference with vLLM's names: generate, chat, stream"
 
@@ -142,9 +142,10 @@ class LLM:
             self.outputs.update(dict.fromkeys(ids))
             yield ids
         finally:
-            for request_id in ids:
-                self.outputs.pop(request_id, None)
-                self.engine.abort_request(request_id)
+            with uninterrupted():  # who is impatient presses Ctrl-C twice
+                for request_id in ids:
+                    self.outputs.pop(request_id, None)
+                    self.engine.abort_request(request_id)
 
     def step(self) -> list[str]:  # ids of the requests that ended
         "One engine step, for everybody: each output waits for the call that asked for it"
@@ -155,7 +156,7 @@ class LLM:
     def generate(
         self,
         prompts,                # text, token ids, a dict with one of them, or a list of these
-        sampling_params=None,   # a `SamplingParams` for all prompts, or a list with one for each
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,  # one, or one each
         use_tqdm: bool = True,  # show a progress bar
     ) -> list[RequestOutput]:   # in the order of the prompts
         "Answer all prompts, batched together; a bad one is an error with its index, and none runs"
@@ -186,7 +187,7 @@ class LLM:
     def chat(
         self,
         messages,               # a list of {"role": ..., "content": ...}, or a list of such lists
-        sampling_params=None,   # as for `generate`
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,  # one, or one each
         use_tqdm: bool = True,  # show a progress bar
         chat_template_kwargs: dict | None = None,  # for the template, such as enable_thinking
     ) -> list[RequestOutput]:   # in the order of the conversations

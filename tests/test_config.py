@@ -1,6 +1,7 @@
 "Configs as transformers 4 and 5 write them, and options that are checked when they are set"
 import json
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -99,11 +100,23 @@ def test_end_tokens_are_a_list_whatever_the_file_says(tmp_path):  # F33
 @pytest.mark.parametrize("options", [
     dict(max_num_seqs=0), dict(block_size=0), dict(gpu_memory_utilization=1.5), dict(gpu_memory_utilization=0), dict(max_model_len=0),
     dict(num_kv_blocks=-1), dict(dtype="int8"), dict(scheduling_policy="fair"), dict(load_format="pt"), dict(device="tpu"), dict(seed=-1),
-    dict(max_num_batched_tokens=1.5), dict(max_num_seqs=True),
+    dict(max_num_batched_tokens=1.5), dict(max_num_seqs=True), dict(enable_prefix_caching="no"), dict(skip_tokenizer_init=None),
+    dict(model=None), dict(model=""), dict(model=5), dict(tokenizer=5), dict(tokenizer=""),
 ])
 def test_a_value_out_of_range_names_option_and_value(options):  # F68
     (name, value), = options.items()
-    with pytest.raises(ValueError, match=f"{name}={value!r}"): EngineConfig("model", **options)
+    with pytest.raises(ValueError, match=f"{name}={value!r}"): EngineConfig(**{"model": "model", **options})
+
+
+def test_integers_of_numpy_become_plain_ones():
+    names = ("seed", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_kv_blocks")
+    config = EngineConfig("model", **{name: np.int64(3) for name in names})
+    assert all(type(getattr(config, name)) is int and getattr(config, name) == 3 for name in names)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")])
+def test_names_of_the_cpu(device):
+    assert EngineConfig("model", device=device).device == "cpu"
 
 
 def test_an_unknown_option_suggests_the_nearest():  # F68

@@ -1,5 +1,7 @@
 "The engine: what comes in is checked, what goes wrong stays with whoever caused it, and every request ends once"
 import random
+import signal
+import threading
 import warnings
 import weakref
 
@@ -9,8 +11,12 @@ from byte_tokenizer import BOS, CHAT_TEMPLATE, EOS, EOT, byte_tokenizer, model_f
 from rigs import tiny_model
 
 from minivllm import LLMEngine, SamplingParams
+from minivllm.engine.block_manager import BlockManager
 from minivllm.engine.llm_engine import chat_end_token_ids
 from minivllm.engine.model_runner import ModelRunner
+from minivllm.engine.scheduler import Scheduler
+from minivllm.engine.sequence import Sequence
+from minivllm.outputs import Detokenizer
 
 T0 = dict(dtype="float32", block_size=4, num_kv_blocks=16, max_model_len=64, max_num_batched_tokens=64, max_num_seqs=4)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -385,6 +391,66 @@ def test_after_a_failing_step_its_requests_can_be_given_up(folder):
     for i in range(2): assert engine.abort_request(str(i)).outputs[0].finish_reason == "abort"
     assert drain(engine) == {}
     answers = [one(engine, prompt, max_tokens=8, ignore_eos=True).token_ids for prompt in PROMPTS]
+    assert answers == expected
+
+
+PLACES = {
+    "schedule": (Scheduler, "schedule"), "admit": (BlockManager, "allocate_with_cache"), "take": (BlockManager, "append"),
+    "count": (BlockManager, "cache_full_blocks"), "append": (Sequence, "append_token"), "end": (BlockManager, "deallocate"),
+    "finish": (Sequence, "finish"), "text": (Detokenizer, "update"), "output": (LLMEngine, "output"), "add": (Scheduler, "add"),
+    "abort": (Scheduler, "abort"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("call", [1, 2, 7])
+def test_ctrl_c_does_not_tear_the_bookkeeping(folder, monkeypatch, place, call):
+    "The signal comes in the middle of it, and is answered when it is whole; no output is lost"
+    expected, calls = solo(folder), 0
+    cls, name = PLACES[place]
+    function = getattr(cls, name)
+
+    def interrupted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call: signal.raise_signal(signal.SIGINT)
+        result = function(*args, **kwargs)
+        if calls == call + 1: signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(cls, name, interrupted)
+    engine = LLMEngine(str(folder), **{**T0, "num_kv_blocks": 9})
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    final, interrupts = {}, 0
+    for i in range(12):
+        prompt = PROMPTS[i % 4]
+        try: engine.add_request(str(i), prompt, params)
+        except KeyboardInterrupt: interrupts += 1
+        try:
+            if i >= 4: assert engine.abort_request(str(i)).finished
+        except KeyboardInterrupt: interrupts += 1
+    while engine.has_unfinished_requests():
+        try: final.update({o.request_id: o for o in engine.step() if o.finished})
+        except KeyboardInterrupt: interrupts += 1
+    assert calls >= call and interrupts in (1, 2)  # two signals during one piece of bookkeeping are one interrupt
+    assert [final[str(i)].outputs[0].token_ids for i in range(4)] == expected and len(final) == 4
+    manager = engine.scheduler.block_manager
+    assert manager.num_free_blocks == manager.num_blocks and not engine.scheduler.has_unfinished()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_other_threads_have_no_signals(folder):
+    "Only the main thread may set a handler: elsewhere the shield has nothing to do"
+    expected, answers = solo(folder), []
+
+    def work():
+        engine = LLMEngine(str(folder), **T0)
+        answers.extend(one(engine, prompt, max_tokens=8, ignore_eos=True).token_ids for prompt in PROMPTS)
+        engine.exit()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
     assert answers == expected
 
 

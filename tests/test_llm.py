@@ -1,6 +1,9 @@
 "LLM: prompts in, answers out, in order; mistakes name their prompt; whatever ends a call, nothing of it stays behind"
 import inspect
+import random
 import re
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -222,6 +225,49 @@ def test_an_interrupted_call_leaves_nothing(llm, alone, error, step):
     check_answers(llm, alone)
     calls = 0
     with pytest.raises(error): list(llm.stream(PROMPTS[0], GREEDY))
+    check_answers(llm, alone)
+
+
+@pytest.mark.parametrize("method", ["generate", "stream"])
+def test_ctrl_c_at_any_moment(llm, alone, method):
+    "A real signal at random moments of a call; with a model as small as this one, most hit the bookkeeping"
+    call = {"generate": lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=False), "stream": lambda: list(llm.stream(PROMPTS[0], GREEDY))}[method]
+    rng, interrupts = random.Random(0), 0
+    start = time.perf_counter()
+    call()
+    seconds = time.perf_counter() - start
+    before = signal.signal(signal.SIGALRM, lambda *args: signal.raise_signal(signal.SIGINT))
+    try:
+        for _ in range(150):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-6, rng.random() * seconds))
+                call()
+                while True: time.sleep(1)  # too late for the call: take it here
+            except KeyboardInterrupt: interrupts += 1
+            check_idle(llm)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts == 150
+    check_answers(llm, alone)
+
+
+def test_ctrl_c_twice(llm, alone, monkeypatch):
+    "The second one comes while the first is being answered: all requests of the call are given up all the same"
+    abort = LLMEngine.abort_request
+
+    def interrupted(self, request_id):
+        signal.raise_signal(signal.SIGINT)
+        return abort(self, request_id)
+
+    def failing(*args): raise KeyboardInterrupt
+
+    run = llm.engine.runner.run
+    with monkeypatch.context() as patch:
+        patch.setattr(LLMEngine, "abort_request", interrupted)
+        llm.engine.runner.run = failing
+        with pytest.raises(KeyboardInterrupt): llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    llm.engine.runner.run = run
     check_answers(llm, alone)
 
 

@@ -34,7 +34,7 @@ INVALID = {
     | st.just(math.inf)
     | st.floats(3.5e38, 1e300),
     "top_p": NOT_NUMBERS | st.floats(max_value=0) | st.floats(min_value=1, exclude_min=True),
-    "top_k": NOT_NUMBERS | st.integers(max_value=-2) | finite,
+    "top_k": NOT_NUMBERS | st.integers(max_value=-2) | st.integers(min_value=2**63) | finite,
     "min_p": NOT_NUMBERS
     | st.floats(max_value=0, exclude_max=True)
     | st.floats(min_value=1, exclude_min=True),

@@ -59,7 +59,7 @@ def release_frames(
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
-# %% ../../nbs/31_engine.model_runner.ipynb #15a5eb17
+# %% ../../nbs/31_engine.model_runner.ipynb #f4a81b21
 class ModelRunner:
     "Holds the model and its KV cache on one device, and runs one step at a time"
 
@@ -139,12 +139,13 @@ class ModelRunner:
 
     def measure_budget(self) -> float:  # bytes
         "Memory that a GPU has left for the KV cache"
-        weights, activations = self.memory["weights"], self.warmup_model()
+        activations = self.warmup_model()
         # asked after the warm-up: by now the libraries have taken what they keep for themselves
         free, total = torch.cuda.mem_get_info(self.device)
-        others = total - free - weights
+        held = torch.cuda.memory_reserved(self.device)  # the weights, and the libraries' workspaces
+        others = total - free - held
         self.memory.update(others=others, activations=activations, total=total)
-        amounts = [nbytes / kv_pool.GIB for nbytes in (total, others, weights, activations)]
+        amounts = [nbytes / kv_pool.GIB for nbytes in (total, others, held, activations)]
         share = self.config.gpu_memory_utilization
         return kv_pool.kv_budget(*amounts, share) * kv_pool.GIB
 
@@ -172,10 +173,14 @@ class ModelRunner:
 
     def peak_of(self, seqs: list[Sequence], num_tokens: list[int]) -> int:  # bytes
         "What a step takes from a GPU for its own duration"
-        for _ in range(2):  # the first run also pays for what libraries set up once
+        # what libraries take and keep comes with a tiny step: in the large one it would land inside
+        # a large segment of the allocator, which then can't be given back and hides the peak
+        self.run(dummy_seqs([1], 1, self.block_size, SamplingParams()), [1])
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        for _ in range(2):  # the first run also pays for choices that libraries make once
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_reserved(self.device)
             self.run(seqs, num_tokens)
         return torch.cuda.max_memory_reserved(self.device) - before
 

@@ -145,12 +145,12 @@ def run_generate(args: argparse.Namespace):
             f"peak memory {peak_rss() / 1e9:.2f} GB"
         )
 
-# %% ../nbs/36_cli.ipynb #0499efd9
+# %% ../nbs/36_cli.ipynb #fd3a7a5c
 def read_line(prompt: str) -> str:
     "A line from the user; empty at the end of input"
     try:
         return input(prompt).strip()
-    except EOFError:
+    except (EOFError, RuntimeError):  # the latter where there is no standard input at all
         return ""
 
 
@@ -263,7 +263,7 @@ def load_reference(llm: LLM):  # transformers' model
     model.generation_config.eos_token_id = None  # as with ignore_eos: all tokens asked for
     return model.to(runner.device, runner.dtype).eval()
 
-# %% ../nbs/36_cli.ipynb #70bb4473
+# %% ../nbs/36_cli.ipynb #e05a9ffb
 def contestants(
     llm: LLM,
     prompts: list[list[int]],
@@ -282,6 +282,8 @@ def contestants(
 
 def run_bench(args: argparse.Namespace):
     "Output tokens per second of one batch of greedy answers, beside transformers where asked"
+    if args.json:
+        open(args.json, "a").close()  # a file that can't be written is better known now
     with LLM(**engine_options(args)) as llm:
         questions = [DEMO_PROMPTS[i % len(DEMO_PROMPTS)] for i in range(args.num_prompts)]
         prompts = [llm.engine.encode(as_question(llm, question))[1] for question in questions]

@@ -20,7 +20,7 @@ from .engine.llm_engine import LLMEngine, takes_engine_options, uninterrupted
 from .outputs import RequestOutput
 from .sampling_params import SamplingParams
 
-# %% ../nbs/35_llm.ipynb #e43a241a
+# %% ../nbs/35_llm.ipynb #b724252c
 def as_prompts(
     prompts,  # a prompt or a list of prompts
 ) -> list:
@@ -47,8 +47,13 @@ def is_conversation(messages) -> bool:
     "Whether this is a list of messages, and not an empty one"
     if not isinstance(messages, (list, tuple)) or not messages:
         return False
-    wanted = {"role", "content"}
-    return all(isinstance(message, dict) and wanted <= message.keys() for message in messages)
+    # templates write out whatever they are given: a list of parts would become Python in the prompt
+    return all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content", 0), str | None)
+        for message in messages
+    )
 
 
 def as_params(
@@ -65,7 +70,7 @@ def as_params(
         raise ValueError(f"{len(sampling_params)} sampling_params for {num_prompts} prompts")
     return list(sampling_params)
 
-# %% ../nbs/35_llm.ipynb #70b79492
+# %% ../nbs/35_llm.ipynb #382ab98a
 @contextmanager
 def naming_prompt(
     i: int,  # its index
@@ -75,7 +80,7 @@ def naming_prompt(
         yield
     except TypeError as error:
         raise TypeError(f"prompt {i}: {error}") from error
-    except (ValueError, TemplateError) as error:  # the latter is a chat template's complaint
+    except ValueError as error:
         raise ValueError(f"prompt {i}: {error}") from error
 
 # %% ../nbs/35_llm.ipynb #efe89d7d
@@ -111,7 +116,7 @@ class ThroughputBar:
     def __exit__(self, *error):
         self.bar.close()
 
-# %% ../nbs/35_llm.ipynb #0288c4cf
+# %% ../nbs/35_llm.ipynb #db7794ca
 class LLM:
     "Offline inference with vLLM's names: generate, chat, stream"
 
@@ -212,7 +217,11 @@ class LLM:
                 f'a conversation is a list of {{"role": ..., "content": ...}}, not {messages!r:.60}'
             )
         options = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        except TemplateError as error:  # a template may refuse a conversation, in its own words
+            raise ValueError(f"the chat template refuses this conversation: {error}") from error
+        text.encode()  # half of a surrogate pair is no text
         # the template has written the special tokens: the tokenizer must not add its own
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": token_ids}

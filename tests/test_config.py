@@ -37,7 +37,7 @@ def test_a_scaling_is_found_under_its_old_name_too(tmp_path):  # F41
     assert old.rope_scaling == new.rope_scaling and new.rope_scaling["rope_type"] == "linear" and new.rope_scaling["factor"] == 2.0
 
 
-def test_a_config_without_attributes_of_version_5_is_read_like_version_4():
+def test_a_config_without_attributes_of_version_5_is_read_like_version_4():  # F40, F41
     class Version4:
         rope_theta, rope_scaling, max_position_embeddings = 5e5, {"type": "linear", "factor": 4.0}, 64
     theta, scaling = read_rope(Version4)
@@ -65,6 +65,7 @@ def test_null_key_value_heads_means_one_for_each_query_head():
 
 @pytest.mark.parametrize("changes, dtype", [
     (dict(torch_dtype="bfloat16"), torch.bfloat16), (dict(dtype="bfloat16"), torch.bfloat16), ({}, None),
+    (dict(dtype="float64"), torch.float64),  # found, and refused by resolve_dtype
 ])
 def test_the_dtype_is_found_under_both_names(tmp_path, changes, dtype):  # F53
     assert load_model_config(write(tmp_path, **changes)).dtype is dtype
@@ -134,7 +135,7 @@ def test_max_model_len_is_the_models_or_less():
     with pytest.raises(ValueError, match="512.*256"): resolve_max_model_len(512, 256)
 
 
-def test_base_of_the_rotation_survives_auto_config():
+def test_base_of_the_rotation_survives_auto_config():  # F40
     assert read_rope(AutoConfig.for_model("llama", **{**TINY, "rope_theta": 5e5}))[0] == 5e5
 
 
@@ -154,6 +155,7 @@ def test_a_window_counts_where_a_layer_uses_it(config, window):  # F52
 def test_a_window_bounds_the_sequence_and_the_error_gives_the_numbers():  # F52
     assert resolve_max_model_len(4096, 32768, sliding_window=4096) == 4096
     with pytest.raises(ValueError, match="32768.*4096"): resolve_max_model_len(None, 32768, sliding_window=4096)
+    with pytest.raises(ValueError, match="4097.*4096"): resolve_max_model_len(4097, 32768, sliding_window=4096)
 
 
 @pytest.mark.parametrize("changes, message", [

@@ -58,7 +58,7 @@ def test_one_rank_refuses_unknown_ids():
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_logits_are_those_of_the_whole_and_only_on_rank_0(n, tied):
+def test_logits_are_those_of_the_whole_and_only_on_rank_0(n, tied):  # F47 e
     full, head_full, x = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN), torch.randn(5, HIDDEN)
 
     def rank_main(tp):
@@ -94,13 +94,13 @@ def tied_model(vocab=VOCAB, hidden=HIDDEN):
     return nn.ModuleDict({"embed_tokens": embedding, "lm_head": head})
 
 
-def test_tied_weights_are_one_parameter_and_counted_once():
+def test_tied_weights_are_one_parameter_and_counted_once():  # F47 a
     model = tied_model()
     assert [name for name, _ in model.named_parameters()] == ["embed_tokens.weight"]
     assert sum(p.nbytes for p in model.parameters()) == 4 * VOCAB * HIDDEN
 
 
-def test_the_tie_survives_conversion():
+def test_the_tie_survives_conversion():  # F47 f
     model = tied_model().to(torch.bfloat16)
     embedding, head = model["embed_tokens"], model["lm_head"]
     assert embedding.weight.dtype == torch.bfloat16

@@ -20,7 +20,7 @@ def random(*shape, seed=0, dtype=torch.float32):
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-5, 0.1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_transformers_bit_for_bit(dtype, eps):
+def test_equals_transformers_bit_for_bit(dtype, eps):  # F54
     weight = 1 + 0.3 * random(64, seed=1)
     ours, theirs = RMSNorm(64, eps=eps), LlamaRMSNorm(64, eps=eps)
     for norm in (ours, theirs):
@@ -31,7 +31,7 @@ def test_equals_transformers_bit_for_bit(dtype, eps):
         assert torch.equal(ours(x), theirs(x))
 
 
-def test_statistics_are_float32():
+def test_statistics_are_float32():  # F54
     "Statistics in bfloat16 are a bfloat16 step or more off; ours round once"
     x = (8 * random(4, 64)).to(torch.bfloat16)
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -49,7 +49,7 @@ def test_no_mean_is_subtracted():
     assert torch.equal(y, torch.ones(1, 8))
 
 
-def test_eps_comes_from_the_constructor_and_guards_zeros():
+def test_eps_comes_from_the_constructor_and_guards_zeros():  # F54
     x = torch.full((1, 8), 1e-3)
     assert RMSNorm(8, eps=1e-6)(x)[0, 0].item() == pytest.approx(2**-0.5, rel=1e-4)
     assert RMSNorm(8, eps=0.1)(x)[0, 0].item() == pytest.approx(1e-3 / 0.1**0.5, rel=1e-3)
@@ -57,7 +57,7 @@ def test_eps_comes_from_the_constructor_and_guards_zeros():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fused_equals_add_then_norm(dtype):
+def test_fused_equals_add_then_norm(dtype):  # F54
     x, residual = (random(9, 32, seed=seed, dtype=dtype) for seed in range(2))
     weight = random(32, seed=2, dtype=dtype)
     y, stream = add_rms_norm(x, residual, weight, 1e-5)
@@ -87,7 +87,7 @@ def test_layer_without_and_with_residual():
 
 
 @torch.inference_mode()
-def test_chain_of_fused_norms_equals_the_textbook():
+def test_chain_of_fused_norms_equals_the_textbook():  # F54
     "The first residual is the raw embedding, not its norm"
     norms = [RMSNorm(16) for _ in range(4)]
     mixers = [random(16, 16, seed=s) / 4 for s in range(4)]

@@ -109,7 +109,7 @@ def test_replicated_and_parameters_without_a_loader():
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_row_parallel_bias_counts_once(n):
+def test_row_parallel_bias_counts_once(n):  # F48
     full, x = {"weight": torch.randn(6, 8), "bias": torch.arange(6.0)}, torch.randn(3, 8)
 
     def rank_main(tp):

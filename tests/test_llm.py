@@ -89,13 +89,13 @@ def test_one_prompt_or_many(llm, prompts, ids):
     (None, TypeError, "prompts must be"),
     (5, TypeError, "prompts must be"),
 ])
-def test_a_bad_prompt_names_its_index_and_nothing_runs(llm, alone, prompts, error, message):
+def test_a_bad_prompt_names_its_index_and_nothing_runs(llm, alone, prompts, error, message):  # F66, F69, F70
     with pytest.raises(error, match=message): llm.generate(prompts, GREEDY, use_tqdm=False)
     assert llm.engine.stats.num_steps == 0
     check_answers(llm, alone)
 
 
-def test_an_over_long_prompt_is_no_silent_answer(folder):
+def test_an_over_long_prompt_is_no_silent_answer(folder):  # F70
     with LLM(str(folder), **{**T0, "max_model_len": 16}) as llm:
         with pytest.raises(ValueError, match="prompt 0: .*20 tokens.*16"):
             llm.generate([[1] * 20, [1] * 5], SamplingParams(max_tokens=2), use_tqdm=False)
@@ -347,7 +347,7 @@ def test_a_template_that_refuses_names_the_prompt(tmp_path, folder):
     refuses = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user speaks first') }}{% endif %}x"
     good, bad = [{"role": "user", "content": "Hi"}], [{"role": "assistant", "content": "Hi"}]
     with LLM(str(model_folder(tmp_path / "m", byte_tokenizer(chat_template=refuses))), **T0) as llm:
-        with pytest.raises(ValueError, match="prompt 1: the user speaks first"): llm.chat([good, bad], use_tqdm=False)
+        with pytest.raises(ValueError, match="prompt 1: .*the user speaks first"): llm.chat([good, bad], use_tqdm=False)
         check_idle(llm)
     with LLM(str(model_folder(tmp_path / "n")), **T0) as llm:
         with pytest.raises(ValueError, match="chat needs"): llm.chat(good, use_tqdm=False)
@@ -357,7 +357,7 @@ def test_a_template_that_refuses_names_the_prompt(tmp_path, folder):
 
 
 @pytest.mark.parametrize("cls", [LLM, LLMEngine])
-def test_the_signature_shows_the_options(cls, folder):
+def test_the_signature_shows_the_options(cls, folder):  # F68
     parameters = inspect.signature(cls).parameters
     assert list(parameters)[:3] == ["model", "tokenizer", "skip_tokenizer_init"] and "options" not in parameters
     assert parameters["max_num_seqs"].default == 256 and parameters["max_num_seqs"].kind is inspect.Parameter.KEYWORD_ONLY

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from rigs import DEVICE, edit_config, reference_logits, tiny_model
+from rigs import DEVICE, TINY, edit_config, reference_logits, tiny_model
 from safetensors.torch import load_file, save_file
 
 from minivllm import LLM, SamplingParams
@@ -165,6 +165,56 @@ def test_defaults_return_after_a_failed_load(checkpoint):  # F53
     assert torch.get_default_dtype() is torch.float32 and torch.empty(1).device.type == "cpu"
 
 
+def test_defaults_return_after_a_model_that_can_not_be_built(checkpoint, monkeypatch):  # F53: half-way through the constructor
+    import minivllm.models.llama as llama
+    folder, _ = checkpoint()
+    def fail(*args, **kwargs):
+        assert torch.get_default_dtype() is torch.bfloat16
+        raise RuntimeError("half-way")
+    monkeypatch.setattr(llama, "ParallelLMHead", fail)
+    with pytest.raises(RuntimeError, match="half-way"): LLM(str(folder), skip_tokenizer_init=True, dtype="bfloat16")
+    assert torch.get_default_dtype() is torch.float32 and torch.empty(1).device.type == "cpu"
+
+
+def both_logits(folder, prompt, **options):
+    "The engine's logits after a prompt, and transformers' of the same folder"
+    import transformers
+    with LLM(str(folder), skip_tokenizer_init=True, num_kv_blocks=16, dtype="float32", **options) as llm:
+        seen = []
+        llm.engine.runner.sampler.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).to(DEVICE).eval()
+    return seen[0][0], reference_logits(theirs, prompt)[-1]
+
+
+@pytest.mark.parametrize("form", [dict(rope_theta=1e6), dict(rope_parameters=dict(rope_theta=1e6, rope_type="default"))])
+def test_logits_follow_the_rotary_base(checkpoint, form):  # F40
+    folder, _ = checkpoint("llama")
+    prompt = torch.arange(40).tolist()
+    _, original = both_logits(folder, prompt)
+    edit_config(folder, **{"rope_parameters": None, "rope_scaling": None, "rope_theta": None, **form})
+    ours, theirs = both_logits(folder, prompt)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert (ours - original).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family, head_dim, key", [("Llama", 32, 32), ("Qwen3", 128, None)])
+def test_head_dim_independent_of_hidden_size(tmp_path, family, head_dim, key):  # F43 c: stated; d: Qwen3's own
+    import transformers
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**TINY, "head_dim": head_dim})
+    getattr(transformers, f"{family}ForCausalLM")(config).float().save_pretrained(tmp_path)
+    edit_config(tmp_path, head_dim=key)
+    attention = load(tmp_path).model.layers[0].self_attn
+    assert attention.qkv_proj.weight.shape == (8 * head_dim, 64) and attention.o_proj.weight.shape == (64, 4 * head_dim)
+    ours, theirs = both_logits(tmp_path, torch.arange(20).tolist())
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    with LLM(str(tmp_path), skip_tokenizer_init=True, num_kv_blocks=2, block_size=4, dtype="float32") as llm:
+        runner = llm.engine.runner
+        assert runner.block_bytes == 2 * 2 * 4 * 2 * head_dim * 4  # layers, K and V, slots, heads, bytes of a float
+        assert 2 * runner.block_bytes == sum(cache.nbytes for layer in runner.kv_caches for cache in layer)
+
+
 def test_epsilon_comes_from_the_config(checkpoint):  # F54
     folder, _ = checkpoint()
     prompt = torch.arange(12).tolist()
@@ -258,6 +308,9 @@ def test_a_sliding_window_shorter_than_the_sequence_is_refused_at_load(checkpoin
     with pytest.raises(ValueError, match="256.*32"): LLM(str(folder), skip_tokenizer_init=True, num_kv_blocks=16)
     with LLM(str(folder), skip_tokenizer_init=True, num_kv_blocks=16, max_model_len=32, dtype="float32") as llm:
         assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
+    # the 32nd token, the last that may come, is drawn by a token that sees 31
+    ours, theirs = both_logits(folder, torch.arange(31).tolist(), max_model_len=32)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 INDEX = "model.safetensors.index.json"

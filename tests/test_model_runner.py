@@ -73,7 +73,7 @@ def test_any_chunk_size_gives_transformers_tokens(name):
         assert returned[: chunks - 1] == [-1] * (chunks - 1) and returned[chunks - 1 :] == whole
 
 
-def test_after_a_prefix_hit_positions_go_on_and_logits_are_those_of_the_whole():
+def test_after_a_prefix_hit_positions_go_on_and_logits_are_those_of_the_whole():  # F09 a
     runner, (_, reference) = make_runner(), tiny_model("qwen3")
     manager = BlockManager(runner.num_kv_blocks, 4)
     first, = admit(runner, manager, [*range(20, 28), 1])
@@ -85,6 +85,21 @@ def test_after_a_prefix_hit_positions_go_on_and_logits_are_those_of_the_whole():
     logits = runner.run_model(runner.prepare_prefill([second], [3]))
     assert seen == [[8, 9, 10]]
     torch.testing.assert_close(logits[0], reference_logits(reference, second.token_ids)[-1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_every_layer_gives_transformers_hidden_states(name):  # F54
+    runner, (_, reference) = make_runner(name), tiny_model(name)
+    ours, theirs = [], []
+    for layer in runner.model.model.layers: layer.register_forward_hook(lambda module, args, out: ours.append(out[0] + out[1]))
+    hooks = [layer.register_forward_hook(lambda module, args, out: theirs.append(out[0] if isinstance(out, tuple) else out))
+             for layer in reference.model.layers]
+    try: reference_logits(reference, PROMPT)
+    finally: [hook.remove() for hook in hooks]
+    seq, = admit(runner, BlockManager(runner.num_kv_blocks, 4), PROMPT)
+    runner.run_model(runner.prepare_prefill([seq], [20]))
+    assert len(ours) == len(theirs) == 2
+    for mine, other in zip(ours, theirs): torch.testing.assert_close(mine, other.reshape(mine.shape), atol=1e-5, rtol=1e-5)
 
 
 def test_only_sampled_rows_reach_the_head():
@@ -133,7 +148,7 @@ def test_contents_of_neighbours_change_no_bit():
     assert torch.equal(logits_beside(list(range(100, 111))), logits_beside([7] * 11))
 
 
-def test_a_row_that_can_not_be_sampled_harms_nobody():
+def test_a_row_that_can_not_be_sampled_harms_nobody():  # F39
     runner = make_runner()
     a, b = admit(runner, BlockManager(64, 4), PROMPT, [1, 2, 3])
     run_model = runner.run_model
@@ -228,9 +243,10 @@ def test_number_of_blocks():
     assert make_runner(num_kv_blocks=None, block_size=16, max_num_seqs=3, max_model_len=65).num_kv_blocks == 3 * 5
 
 
-def test_memory_is_told():
-    runner = make_runner(num_kv_blocks=10)
-    _, reference = tiny_model("qwen3")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied"])
+def test_memory_is_told(name):  # F47 a: a shared matrix is counted once
+    runner = make_runner(name, num_kv_blocks=10)
+    _, reference = tiny_model(name)
     table = 64 * 2 * 16 * 4  # of the rotary embedding
     assert runner.memory["weights"] == sum(p.nbytes for p in reference.parameters()) + table
     assert runner.memory["KV cache"] == 10 * 2048 == sum(c.nbytes for layer in runner.kv_caches for c in layer)

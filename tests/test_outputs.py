@@ -57,7 +57,7 @@ def test_finish_ends_the_text():
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, SlowTokenizer()])
-def test_special_tokens_are_left_out_of_the_text(tokenizer):
+def test_special_tokens_are_left_out_of_the_text(tokenizer):  # F38
     assert deltas(tokenizer, [72, 105, EOS]) == ["H", "i", "", ""]
     assert deltas(tokenizer, [72, EOS, 105], skip_special_tokens=False) == ["H", "<eos>", "i", ""]
     # a special token between the bytes of a character neither shows nor keeps them apart

@@ -77,7 +77,7 @@ def test_dtypes_and_devices(heads, dtype, tolerance, device):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_queries_after_a_prefix_hit_see_the_prefix(dtype, tolerance):
+def test_queries_after_a_prefix_hit_see_the_prefix(dtype, tolerance):  # F09 b
     # three queries behind five cached keys: query i sees the keys 0 .. 5 + i
     torch.manual_seed(0)
     k_cache, v_cache = torch.randn(2, 6, 4, 2, 16).to(dtype)

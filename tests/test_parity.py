@@ -57,7 +57,7 @@ def check_all(name, llm, prompts, max_tokens=MAX_TOKENS):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", RIGS)
-def test_greedy_equals_transformers(name, setting):
+def test_greedy_equals_transformers(name, setting):  # F41, F47 a, F48, F54: families and scalings of RIGS
     with tiny_llm(name, **SETTINGS[setting]) as llm:
         ties = check_all(name, llm, mixed_prompts())
         if "small pool" in setting: assert llm.engine.scheduler.num_preemptions > 0
@@ -77,7 +77,7 @@ def test_a_second_run_hits_the_prefix_cache_and_says_the_same(name):
         assert b.num_cached_tokens == (len(prompt) - 1) // 4 * 4
 
 
-def test_positions_equal_transformers_logits_after_a_prefix_hit():
+def test_positions_equal_transformers_logits_after_a_prefix_hit():  # F09 a
     "Not only the tokens: the logits of a request whose beginning was cached agree to rounding"
     folder, reference = tiny_model("qwen3")
     prompt = list(range(20, 28))

@@ -74,7 +74,7 @@ def test_equals_transformers_up_to_four_times_the_training_length(name, head_dim
 
 
 @pytest.mark.parametrize("head_dim, base, trained, factor", [(64, 1e4, 512, 2.0), (16, 1e4, 64, 4.0), (32, 1e6, 128, 3.3)])
-def test_dynamic_equals_transformers_decoding_token_by_token(head_dim, base, trained, factor):
+def test_dynamic_equals_transformers_decoding_token_by_token(head_dim, base, trained, factor):  # F41
     scaling = {"rope_type": "dynamic", "factor": factor}
     ours = RotaryEmbedding(head_dim, 4 * trained, base, scaling | original(trained))
     rope = their_rope(scaling, head_dim, base, trained)
@@ -108,12 +108,12 @@ def test_static_ntk_is_dynamic_at_its_length(trained):
         ),
     ],
 )
-def test_known_frequencies(scaling, expected):
+def test_known_frequencies(scaling, expected):  # F41
     inv_freq, _ = rope_inv_freq(16, 1e4, scaling)
     assert torch.allclose(inv_freq, torch.tensor(expected), rtol=2e-3)
 
 
-def test_legacy_key_and_ignored_keys():
+def test_legacy_key_and_ignored_keys():  # F41
     new = rope_inv_freq(16, 1e4, {"rope_type": "linear", "factor": 2.0})
     for scaling in (
         {"type": "linear", "factor": 2.0},
@@ -138,7 +138,7 @@ def test_legacy_key_and_ignored_keys():
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
-def test_what_cannot_be_done_is_an_error(scaling, message):
+def test_what_cannot_be_done_is_an_error(scaling, message):  # F41
     with pytest.raises(ValueError, match=message):
         RotaryEmbedding(16, 64, 1e4, scaling)
 

@@ -236,7 +236,7 @@ def test_flat_vocabulary_favours_no_id():
     assert p_value(ids % 4, torch.full((4,), 0.25)) > 1e-3
 
 
-def test_greedy_and_drawn_rows_share_a_batch():
+def test_greedy_and_drawn_rows_share_a_batch():  # F29
     logits = torch.tensor([[1.0, 3.0, 2.0], [1.0, 3.0, 2.0]])
     ids = torch.stack(
         [
@@ -258,7 +258,7 @@ def test_greedy_takes_the_lower_of_equal_ids():
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-45, 3.4e38])
-def test_extreme_temperatures(temperature):
+def test_extreme_temperatures(temperature):  # F29
     for order in ([0, 1, 2], [2, 1, 0]):
         ids = draws(torch.tensor([3e4, 2.9e4, -torch.inf])[order], 50, temperature=temperature)
         best, second = order.index(0), order.index(1)
@@ -298,11 +298,11 @@ def kept(top_k=0, top_p=1.0, min_p=0.0, temperature=1.0, logits=FOUR):
         (dict(min_p=0.7, top_k=3), {3, 2}),
     ],
 )
-def test_filters_keep(options, ids):
+def test_filters_keep(options, ids):  # F30
     assert kept(**options) == ids
 
 
-def test_top_p_share():
+def test_top_p_share():  # F30
     ids = draws(FOUR, 10_000, top_p=0.6)
     assert set(ids.tolist()) == {2, 3} and abs((ids == 3).float().mean().item() - 4 / 7) < 0.02
 
@@ -399,7 +399,7 @@ def test_tokens_are_the_references(requests, vocab_size):
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=80, deadline=None)
-def test_a_row_depends_on_itself_alone(requests, vocab_size, random):
+def test_a_row_depends_on_itself_alone(requests, vocab_size, random):  # F32
     batch = make_batch(requests, vocab_size)
     together = sample_torch(**batch)
     for i in range(len(requests)):
@@ -441,7 +441,7 @@ def test_rows_that_ask_for_nothing_are_not_filtered(monkeypatch):
     assert seen == [1]
 
 
-def test_seed_zero_is_a_seed_and_seeds_differ():
+def test_seed_zero_is_a_seed_and_seeds_differ():  # F32
     logits = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     first, again, other = draws(logits, 300), draws(logits, 300), draws(logits, 300, seed=1)
     assert torch.equal(first, again) and (first == other).float().mean() < 0.05
@@ -490,7 +490,7 @@ def test_more_candidates_do_not_change_a_decision(n):
     assert (keep[:, 1:] <= keep[:, :-1]).all() and keep[:, 0].all()  # a prefix, never empty
 
 
-def test_first_stays_and_one_is_all():
+def test_first_stays_and_one_is_all():  # F30
     "The best token stays though p vanishes in float32; p = 1 keeps what can't change a sum"
     scaled = torch.tensor([[0.0, -1.0, -60.0]]).expand(3, -1)
     keep = keep_prefix(
@@ -502,7 +502,7 @@ def test_first_stays_and_one_is_all():
 # --- half precision, excluded and unusable rows
 
 
-def test_bfloat16_logits_are_sampled_in_float32():
+def test_bfloat16_logits_are_sampled_in_float32():  # F39
     logits = torch.zeros(151_936, dtype=torch.bfloat16)
     logits[-1] = 8.0
     exact = math.exp(8) / (math.exp(8) + 151_935)
@@ -521,7 +521,7 @@ def test_bfloat16_logits_are_sampled_in_float32():
     "filters",
     [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}],
 )
-def test_unusable_rows(temperature, filters):
+def test_unusable_rows(temperature, filters):  # F39
     logits = torch.zeros(6, 500)
     logits[1, 300] = torch.nan
     logits[2] = -torch.inf

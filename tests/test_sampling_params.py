@@ -102,14 +102,14 @@ def test_defaults_are_vllms():
 
 
 @pytest.mark.parametrize("max_tokens", [0, -1, 1.5, None, "5", True])
-def test_max_tokens_below_one(max_tokens):
+def test_max_tokens_below_one(max_tokens):  # F19
     with pytest.raises(
         ValueError, match=f"max_tokens={max_tokens!r}: must be an integer, at least 1"
     ):
         SamplingParams(max_tokens=max_tokens)
 
 
-def test_message_names_value_range_and_option():
+def test_message_names_value_range_and_option():  # F29
     with pytest.raises(ValueError, match=r"top_p=1\.5: must be a number, above 0\.0, at most 1\.0"):
         SamplingParams(top_p=1.5)
     with pytest.raises(ValueError, match=r"temperature=-0\.1: must be a number, at least 0\.0"):
@@ -125,7 +125,7 @@ def test_message_names_value_range_and_option():
         ("stop", "stop_token_ids"),
     ],
 )
-def test_unknown_option_suggests_the_nearest(typo, meant):
+def test_unknown_option_suggests_the_nearest(typo, meant):  # F68
     with pytest.raises(
         TypeError, match=rf"SamplingParams\(\) has no option '{typo}'; did you mean '{meant}'\?"
     ):

@@ -21,7 +21,7 @@ def test_prompt_is_copied():
     assert second.token_ids == [1, 2, 3] and second.num_tokens == second.num_prompt_tokens == 3
 
 
-def test_empty_prompt_is_refused():
+def test_empty_prompt_is_refused():  # F66
     with pytest.raises(ValueError, match="prompt is empty"): sequence([])
 
 

@@ -6,8 +6,9 @@
 __all__ = ['split_prompt', 'load_tokenizer', 'chat_end_token_ids', 'end_token_ids', 'Request', 'EngineStats', 'uninterrupted',
            'takes_engine_options', 'LLMEngine']
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #8883bc17
+# %% ../../nbs/34_engine.llm_engine.ipynb #02401c6d
 import copy
+import dataclasses
 import inspect
 import random
 import signal
@@ -101,7 +102,7 @@ def end_token_ids(
         ids.update(as_list(tokenizer.eos_token_id), chat_end_token_ids(tokenizer))
     return ids
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #069b3eb1
+# %% ../../nbs/34_engine.llm_engine.ipynb #c8b8fe76
 @dataclass
 class Request:
     "What the engine keeps of a request beside its sequence"
@@ -111,6 +112,7 @@ class Request:
     seq: Sequence
     metrics: RequestMetrics
     detokenizer: Detokenizer | None  # None where only the final text is wanted, or none
+    final_only: bool = False
 
 
 @dataclass
@@ -144,7 +146,7 @@ def takes_engine_options(init):
     init.__signature__ = inspect.Signature([first, model, *keywords])
     return check_option_names(init)
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #49ba5ce9
+# %% ../../nbs/34_engine.llm_engine.ipynb #22562bbc
 class LLMEngine:
     "Tokenizer, scheduler and runner behind four calls: add_request, step, abort_request, exit"
 
@@ -194,6 +196,7 @@ class LLMEngine:
         if token_ids is None:
             if self.tokenizer is None:
                 raise ValueError("skip_tokenizer_init=True: a prompt must be token ids, not text")
+            text.encode()  # half of a surrogate pair is no text: an error that says where it stands
             token_ids = self.tokenizer.encode(text)
         if not token_ids:
             raise ValueError("the prompt is empty")
@@ -211,7 +214,7 @@ class LLMEngine:
             raise TypeError(f"sampling_params must be a SamplingParams, not {params!r:.60}")
         for token_id in params.stop_token_ids:
             check_range("stop_token_ids", token_id, 0, self.model_config.vocab_size - 1)
-        return copy.copy(params)
+        return dataclasses.replace(params)  # not copy.copy: that would share the list of stop tokens
 
     def add_request(
         self,
@@ -234,7 +237,7 @@ class LLMEngine:
         detokenizer = None
         if self.tokenizer is not None and not final_only:
             detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
-        request = Request(request_id, text, token_ids, seq, metrics, detokenizer)
+        request = Request(request_id, text, token_ids, seq, metrics, detokenizer, final_only)
         with uninterrupted():
             self.scheduler.add(seq)
             # drawn last, so that a refused request doesn't change the random numbers of the next
@@ -268,7 +271,11 @@ class LLMEngine:
         ]
         # if this raises, the step has not happened: nothing is counted, and the next one repeats it
         token_ids = self.runner.run(step.seqs, step.num_tokens)
-        sampled = [seq for seq, token_id in zip(step.seqs, token_ids) if token_id >= 0]
+        # a request that was aborted while the model ran has had its last output
+        sampled = [
+            seq for seq, token_id in zip(step.seqs, token_ids)
+            if token_id >= 0 and seq.seq_id in self.request_ids
+        ]
         with uninterrupted():
             finished = self.scheduler.postprocess(step, token_ids)
             self.stats.num_steps += 1
@@ -297,7 +304,7 @@ class LLMEngine:
             request = self.requests[self.request_ids[seq.seq_id]]
             if seq.is_finished:
                 self.undelivered.append(self.close_request(request, now))
-            elif request.detokenizer:
+            elif not request.final_only:
                 self.undelivered.append(self.output(request))
 
     def output(self, request: Request) -> RequestOutput:

@@ -1,5 +1,6 @@
 "Configs as transformers 4 and 5 write them, and options that are checked when they are set"
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from rigs import TINY
 from transformers import AutoConfig
 
 from minivllm.config import (
-    EngineConfig, ModelConfig, load_model_config, read_rope, resolve_dtype, resolve_max_model_len,
+    EngineConfig, ModelConfig, load_model_config, read_dtype, read_rope, read_sliding_window, resolve_dtype,
+    resolve_max_model_len,
 )
 
 LLAMA = dict(architectures=["LlamaForCausalLM"], model_type="llama",
@@ -57,6 +59,12 @@ def test_head_dim_absent_null_given_or_the_familys(tmp_path, changes, head_dim):
     assert load_model_config(write(tmp_path, **changes)).head_dim == head_dim
 
 
+def test_head_dim_that_stays_null():  # F43 b: Mixtral's is an attribute that is None
+    config = transformers.MixtralConfig(**{**TINY, "head_dim": None}, architectures=["MixtralForCausalLM"])
+    config.head_dim = None  # whatever the version makes of it
+    assert ModelConfig.from_hf(config).head_dim == 16
+
+
 def test_null_key_value_heads_means_one_for_each_query_head():
     config = transformers.LlamaConfig(**{**TINY, "num_key_value_heads": None}, architectures=["LlamaForCausalLM"])
     config.num_key_value_heads = None
@@ -69,6 +77,13 @@ def test_null_key_value_heads_means_one_for_each_query_head():
 ])
 def test_the_dtype_is_found_under_both_names(tmp_path, changes, dtype):  # F53
     assert load_model_config(write(tmp_path, **changes)).dtype is dtype
+
+
+def test_the_dtype_of_a_version_that_knows_the_old_name_alone():  # F53
+    assert read_dtype(SimpleNamespace(torch_dtype="bfloat16")) is torch.bfloat16
+    assert read_dtype(SimpleNamespace(torch_dtype=torch.float16)) is torch.float16
+    assert read_dtype(SimpleNamespace(dtype="float32", torch_dtype="float16")) is torch.float32
+    assert read_dtype(SimpleNamespace(torch_dtype=None)) is None
 
 
 def test_auto_dtype_by_device():  # F53
@@ -150,6 +165,13 @@ def test_base_of_the_rotation_survives_auto_config():  # F40
 def test_a_window_counts_where_a_layer_uses_it(config, window):  # F52
     config.architectures = ["Any"]
     assert ModelConfig.from_hf(config).sliding_window == window
+
+
+@pytest.mark.parametrize("used, window", [(False, None), (None, 4), (True, 4)])
+def test_a_window_that_is_switched_off(used, window):  # F52: older versions leave its size beside the switch
+    class Version4:
+        sliding_window, use_sliding_window = 4, used
+    assert read_sliding_window(Version4) == window
 
 
 def test_a_window_bounds_the_sequence_and_the_error_gives_the_numbers():  # F52

@@ -139,6 +139,11 @@ def test_the_rule_for_ids_and_text_is_one_for_all_ends(folder):  # F38
     assert (answer.text, answer.token_ids, answer.finish_reason) == ("Hi", [72, EOS, 105], "length")
     answer = one(listed(folder, 72, EOS, EOT, 105), ignore_eos=True, stop_token_ids=[EOT])
     assert (answer.token_ids, answer.finish_reason) == ([72, EOS, EOT], "stop")
+    # whoever wants the end alone gets the same text
+    for skip, text in ((True, "Hi"), (False, "Hi<eos>")):
+        engine = listed(folder, 72, 105, EOS)
+        engine.add_request("final", "x", SamplingParams(skip_special_tokens=skip), final_only=True)
+        assert drain(engine)["final"].outputs[0].text == text
 
 
 # What comes in

@@ -516,6 +516,18 @@ def test_bfloat16_logits_are_sampled_in_float32():  # F39
     assert torch.equal(sample_torch(small, **options), sample_torch(small.float(), **options))
 
 
+def test_no_step_of_a_draw_is_in_half_precision():  # F39: a rounded score or noise moves some rows
+    n, vocab_size = 3000, 300
+    logits = (2 * torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(0))).bfloat16()
+    keys = dict(seeds=torch.arange(n), positions=torch.arange(n))
+    noise = exponential_noise(*keys.values(), vocab_size).double()
+    expected = (logits.double() / 0.75 - noise.log()).argmax(-1)
+    assert torch.equal(sample_torch(logits, **rows(n, temperature=0.75), **keys), expected)
+    for filters in ({"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.01}):
+        options = rows(n, temperature=0.75, **filters) | keys
+        assert torch.equal(sample_torch(logits, **options), sample_torch(logits.float(), **options))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 1.0, 3.4e38])
 @pytest.mark.parametrize(
     "filters",

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['REQUEST_COLORS', 'FREE', 'EDGE', 'INK', 'LIT', 'FRAMES', 'BOXES', 'ARROWS', 'ARROW', 'MEMORY_COLORS', 'request_color',
            'new_figure', 'engine_map', 'draw_block_tables', 'filmstrip', 'draw_slot_mapping', 'draw_timeline',
-           'draw_shards', 'draw_memory_bar', 'Table', 'show_table']
+           'draw_shards', 'draw_memory_bar', 'draw_accesses', 'Table', 'show_table']
 
 # %% ../nbs/01_viz.ipynb #b68276f2
 import re
@@ -448,6 +448,53 @@ def draw_memory_bar(
     squares = [Rectangle((0, 0), 1, 1, fc=colors[part]) for part in parts]
     size = dict(handlelength=1, handleheight=1, fontsize=8, frameon=False)
     fig.legend(squares, parts, loc="outside upper right", ncols=len(parts), **size)
+    return fig
+
+# %% ../nbs/01_viz.ipynb #66b5d6f9
+def _draw_elements(ax, left, top, columns, rows, accesses, programs):
+    "One tensor's elements as squares, coloured by the programs that touch them"
+    owners, masked = {}, {}
+    for access in accesses:
+        for element in access["elements"]:
+            owners.setdefault(element, []).append(access["program"])
+        for element in access.get("masked", []):
+            masked.setdefault(element, access["program"])
+    beyond = [element for element in masked if element >= rows * columns and rows == 1]
+    for element in [*range(rows * columns), *beyond]:
+        row, column = divmod(element, columns) if rows > 1 else (0, element)
+        mine = list(dict.fromkeys(owners.get(element, [])))
+        color = request_color(programs.index(mine[0])) if len(mine) == 1 else EDGE if mine else FREE
+        style = dict(fc="white", ec=EDGE, ls=":") if element >= rows * columns else dict(fc=color, ec="white")
+        ax.add_patch(Rectangle((left + column, top - row - 1), 1, 1, **style))
+        text = f"{len(mine)}×" if len(mine) > 1 else str(mine[0] if mine else masked.get(element, ""))
+        ink = _ink_on(color) if mine else EDGE
+        ax.text(left + column + 0.5, top - row - 0.5, text.strip("()"), color=ink, fontsize=6, ha="center", va="center")
+
+
+def draw_accesses(
+    accesses,  # dicts: program, kind ("load" or "store"), tensor, elements; masked, if any are
+    tensors,   # name -> shape as it lies in memory: (columns,) or (rows, columns)
+):             # the figure
+    "Which programs of a kernel touch which elements: one colour per program, grey where several do"
+    programs = list(dict.fromkeys(access["program"] for access in accesses))
+    boxes, left, top, bottom = [], 0, 0, 0
+    for name, shape in tensors.items():
+        mine = [access for access in accesses if access["tensor"] == name]
+        *rows, columns = shape
+        rows = rows[0] if rows else 1
+        wide = max([columns] + [m + 1 for access in mine if rows == 1 for m in access.get("masked", [])])
+        if left and left + wide > 48:
+            left, top = 0, bottom - 2
+        kinds = dict.fromkeys({"load": "read", "store": "written"}[access["kind"]] for access in mine)
+        boxes.append((left, top, columns, rows, mine, f"{name}: {' and '.join(kinds) or 'not touched'}"))
+        bottom = min(bottom, top - rows)
+        left += wide + 3
+    width = max(box[0] + max(box[2], 12) for box in boxes) + 1
+    unit = min(9 / width, 0.3)
+    fig, ax = _canvas(width * unit, (1.5 - bottom) * unit, (-0.2, width - 0.2), (bottom - 0.2, 1.3))
+    for left, top, columns, rows, mine, title in boxes:
+        ax.text(left, top + 0.3, title, fontsize=8)
+        _draw_elements(ax, left, top, columns, rows, mine, programs)
     return fig
 
 # %% ../nbs/01_viz.ipynb #1640eaab

@@ -6,6 +6,9 @@ import pytest
 # the tests are many and their models tiny: threads would only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# before anything that imports Triton (parts of transformers do): without a GPU kernels are interpreted
+import minivllm.kernels.common  # noqa: E402, F401
+
 
 @pytest.fixture(scope="session")
 def smollm2_folder():

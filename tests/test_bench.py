@@ -9,10 +9,11 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 from minivllm import bench
-from minivllm.bench import (Ceilings, Timing, caption, compare, floor_seconds, gpu_here, load_result, measure, save_result,
-                            si, source_hash, stale_results)
+from minivllm.bench import (Ceilings, Timing, Traffic, caption, compare, floor_seconds, gpu_here, graphed, load_result,
+                            measure, measure_compile, save_result, si, source_hash, stale_results)
 
 
 @pytest.fixture
@@ -99,6 +100,47 @@ def test_ratios_are_paired(monkeypatch):
     rows = compare({"one": taking(1, 10, 100), "three": taking(3, 30, 3)}, warmup=0, repeat=3)
     assert [row["median"] for row in rows] == [10, 3]
     assert rows[1]["ratio"] == 3
+
+
+def test_graphed_without_a_gpu_calls_in_order(monkeypatch):
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
+    order = []
+    replay = graphed(iter([lambda: order.append("a"), lambda: order.append("b")]))
+    assert order == []
+    replay()
+    replay()
+    assert "".join(order) == "abab"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="records a CUDA graph")
+def test_graphed_replays_on_what_the_inputs_hold_then():
+    inputs, outputs = [torch.ones(2, 1000, device="cuda") for _ in range(2)]
+    replay = graphed([lambda x=x, y=y: y.copy_(2 * x) for x, y in zip(inputs, outputs)])
+    inputs += 1
+    replay()
+    assert outputs.unique().tolist() == [4]
+
+
+def test_traffic_counts_operations_and_not_views():
+    x = torch.ones(10, 20)
+    with Traffic() as traffic:
+        (2 * x[:5].T).sum()
+    assert [(row["operation"], row["read"], row["written"]) for row in traffic.rows] == [("mul", 400, 400), ("sum", 400, 4)]
+    assert traffic.nbytes == 1204
+
+
+def test_measure_compile_rows(monkeypatch):
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(bench, "keep_freed_memory", lambda: False)
+    monkeypatch.setattr(bench.torch, "compile", lambda fn, dynamic: fn)
+    monkeypatch.setattr(bench, "compare", lambda variants, **options: [dict(name=name) for name in variants])
+
+    def double(x):
+        return x + x
+
+    rows = measure_compile([(double, lambda shape: (torch.ones(shape),))], [(5, 10)], "cpu")
+    assert [(row["function"], row["variant"], row["nbytes"]) for row in rows] == [("double", "eager", 600), ("double", "compiled", 400)]
+    assert {row["floor"] for row in rows} == {400 / 1e9} and rows[0]["shape"] == [5, 10]
 
 
 def test_floor_names_the_binding_term():

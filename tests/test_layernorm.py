@@ -1,4 +1,4 @@
-"RMSNorm against transformers', its float32 statistics, and the fused residual add."
+"RMSNorm against transformers', its float32 statistics, the fused residual add, and the kernel against its twin."
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -7,9 +7,13 @@ from minivllm.layers.layernorm import (
     RMSNorm,
     add_rms_norm,
     add_rms_norm_torch,
+    add_rms_norm_triton,
+    launch_config,
     rms_norm,
     rms_norm_torch,
+    rms_norm_triton,
 )
+from paging import DEVICES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -108,3 +112,141 @@ def test_per_head_and_empty():
     strided = random(3, 15, 64)[:, 9:12]
     assert torch.equal(norm(strided), norm(strided.contiguous()))
     assert norm(heads[:0]).shape == (0, 9, 64)
+
+
+# The kernel: in the interpreter, and on a GPU where there is one
+
+
+def normed(x, weight, eps=1e-5):
+    "The definition in float64"
+    return x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def assert_like_twin(y, twin):
+    "The same roundings: in half precision nearly all bits agree, in float32 all but the last few"
+    assert y.dtype == twin.dtype and y.shape == twin.shape and y.is_contiguous()
+    step = torch.finfo(y.dtype).eps
+    assert ((y.double() - twin.double()).abs() <= 4 * step * twin.double().abs() + 1e-7).all()
+    if y.dtype != torch.float32:
+        assert (y != twin).double().mean() < 0.01
+
+
+def check_both(x, residual, weight):
+    "Both kernels against the twins and float64; what they return"
+    tolerance = 4 * torch.finfo(x.dtype).eps
+    y = rms_norm_triton(x, weight, 1e-5)
+    assert_like_twin(y, rms_norm_torch(x, weight, 1e-5))
+    torch.testing.assert_close(y.double(), normed(x, weight), rtol=tolerance, atol=1e-7)
+    y, stream = add_rms_norm_triton(x, residual, weight, 1e-5)
+    assert torch.equal(stream, residual + x) and stream.is_contiguous()
+    assert_like_twin(y, add_rms_norm_torch(x, residual, weight, 1e-5)[0])
+    torch.testing.assert_close(y.double(), normed(stream, weight), rtol=tolerance, atol=1e-7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (33, 64), (5, 1), (3, 77), (2, 576), (1, 4096), (7,), (2, 3, 40), (2, 2, 3, 16)])
+def test_kernel_like_twin_and_definition(shape, dtype, device):
+    x, residual = ((3 * random(*shape, seed=seed)).to(device, dtype) for seed in range(2))
+    check_both(x, residual, (0.5 + random(shape[-1], seed=2).abs()).to(device, dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("view", [
+    lambda x: x[:, 3:5],  # heads in a packed tensor
+    lambda x: x[1:, 4],  # one head of every token
+    lambda x: x.transpose(0, 1),
+    lambda x: x[..., ::2],
+    lambda x: x[..., 1:],
+    lambda x: x.transpose(1, 2),
+    lambda x: x.transpose(0, 1)[None],
+    lambda x: x[:1].expand(4, 6, 16),
+])
+def test_kernel_reads_any_layout(view, dtype, device):
+    x, residual = (view(random(5, 6, 16, seed=seed).to(device, dtype)) for seed in range(2))
+    before = x.clone()
+    check_both(x, residual, view(random(5, 6, 16, seed=2).abs().to(device, dtype)).flatten()[: x.shape[-1]])
+    check_both(x, residual.contiguous(), random(2 * x.shape[-1], seed=3).abs().to(device, dtype)[::2])
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(0, 64), (0, 3, 16), (2, 0, 16)])
+def test_kernel_of_nothing(shape, device):
+    x, weight = torch.empty(shape, device=device), torch.ones(shape[-1], device=device)
+    assert rms_norm_triton(x, weight, 1e-5).shape == shape
+    y, stream = add_rms_norm_triton(x, x, weight, 1e-5)
+    assert y.shape == stream.shape == shape
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernel_rounds_the_stream_before_it_is_normalised(device):
+    "1 + 2**-9 is 1 in bfloat16; normalised unrounded, the first number would come out larger than the second"
+    x = torch.tensor([[2.0**-9, 0.0] * 8], dtype=torch.bfloat16, device=device)
+    residual, weight = torch.ones_like(x), torch.full((16,), 255.0, dtype=torch.bfloat16, device=device)
+    y, stream = add_rms_norm_triton(x, residual, weight, 1e-6)
+    assert torch.equal(stream, torch.ones_like(x)) and torch.equal(y, weight.expand(1, 16))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernel_leaves_what_it_does_not_own(device):
+    "Rows that share a program with the last ones, and columns of the padding, are not written"
+    buffer = torch.full((3, 7, 12), 9.0, device=device)
+    before = buffer.clone()
+    x = buffer[:, 2:5]
+    y = rms_norm_triton(x, torch.ones(12, device=device), 1e-6)
+    torch.testing.assert_close(y, torch.ones(3, 3, 12, device=device))
+    assert torch.equal(buffer, before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_its_batch(dtype, device):
+    x, residual, weight = (random(n, 96, seed=n).to(device, dtype) for n in (40, 40, 1))
+    alone = [rms_norm_triton(x[i : i + 1], weight[0], 1e-5) for i in (0, 17, 39)]
+    assert torch.equal(rms_norm_triton(x, weight[0], 1e-5)[[0, 17, 39]], torch.cat(alone))
+    alone = [add_rms_norm_triton(x[i : i + 1], residual[i : i + 1], weight[0], 1e-5)[0] for i in (0, 17, 39)]
+    assert torch.equal(add_rms_norm_triton(x, residual, weight[0], 1e-5)[0][[0, 17, 39]], torch.cat(alone))
+
+
+def test_kernel_refuses_what_does_not_fit():
+    x, weight = torch.randn(2, 64), torch.ones(64)
+    with pytest.raises(ValueError, match=r"weight of shape \(32,\) for rows of 64"):
+        rms_norm_triton(x, weight[:32], 1e-5)
+    with pytest.raises(ValueError, match=r"residual torch.float32 \(1, 64\)"):
+        add_rms_norm_triton(x, x[:1], weight, 1e-5)
+    with pytest.raises(ValueError, match="residual torch.float16"):
+        add_rms_norm_triton(x, x.half(), weight, 1e-5)
+
+
+def test_launch_configs_fit():
+    for size in (1, 64, 80, 128, 576, 896, 1024, 1536, 4096, 5120, 16384):
+        config = launch_config(size)
+        assert config["BLOCK"] >= size > config["BLOCK"] // 2
+        threads = 32 * config["num_warps"]
+        assert 128 <= threads <= 512
+        assert 16 <= config["ROWS"] * config["BLOCK"] // threads <= 32  # numbers in registers
+
+
+@pytest.mark.skipif("cuda" not in DEVICES, reason="the dispatcher chooses the kernel on a GPU only")
+@pytest.mark.parametrize("hidden_size", [128, 1024, 4096, 5120, 16384])
+def test_dispatcher_on_the_gpu(hidden_size):
+    x, residual = (random(300, hidden_size, seed=seed, dtype=torch.bfloat16).cuda() for seed in range(2))
+    weight = random(hidden_size, seed=2, dtype=torch.bfloat16).cuda()
+    assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm_triton(x, weight, 1e-6))
+    y, stream = add_rms_norm(x, residual, weight, 1e-6)
+    expected = add_rms_norm_triton(x, residual, weight, 1e-6)
+    assert torch.equal(y, expected[0]) and torch.equal(stream, expected[1])
+    check_both(x, residual, weight)
+
+
+@pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU's memory")
+def test_offsets_beyond_32_bits():
+    "The last of 2**21 + 1 rows of 1024 begins at element 2**31"
+    x = torch.ones(2**21 + 1, 1024, dtype=torch.bfloat16, device="cuda")
+    x[-1] = 3 * torch.arange(1024, device="cuda")
+    weight = torch.ones(1024, dtype=torch.bfloat16, device="cuda")
+    y = rms_norm_triton(x, weight, 0.0)
+    assert_like_twin(y[-1:], rms_norm_torch(x[-1:], weight, 0.0))
+    assert torch.equal(y[:-1:4096], torch.ones_like(y[:-1:4096]))

@@ -1,6 +1,7 @@
 "Rotary tables of every scaling against transformers', and what an engine relies on."
 import pytest
 import torch
+from paging import DEVICES
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -8,7 +9,9 @@ from minivllm.layers.rotary_embedding import (
     RotaryEmbedding,
     apply_rotary,
     apply_rotary_torch,
+    apply_rotary_triton,
     default_inv_freq,
+    head_tile,
     ntk_base,
     rope_cos_sin,
     rope_inv_freq,
@@ -231,6 +234,83 @@ def test_position_beyond_the_table_is_an_error(position):
         RotaryEmbedding(64, 64, 1e4).rotate(torch.tensor([position]), qkv(1))
 
 
-def test_dispatcher_uses_the_twin():
+def test_dispatcher_on_the_cpu_uses_the_twin(monkeypatch):
+    monkeypatch.setattr("minivllm.layers.rotary_embedding.apply_rotary_triton", None)
     cos_sin = rope_cos_sin(default_inv_freq(64, 1e4), 5)
     assert torch.equal(apply_rotary(qkv(5), cos_sin), apply_rotary_torch(qkv(5), cos_sin))
+
+
+# The kernel: interpreted where there is no GPU
+
+IMPLEMENTATIONS = [apply_rotary_torch, apply_rotary_triton, apply_rotary]
+
+
+def on_devices(name, functions):
+    "Each function on every device; compiled kernels can't work on CPU tensors, interpreted ones can"
+    kernels = DEVICES[-1:]
+    pairs = [(fn, device) for fn in functions for device in (kernels if fn.__name__.endswith("_triton") else DEVICES)]
+    return pytest.mark.parametrize(f"{name}, device", pairs)
+
+
+def in_float64(x, cos_sin):
+    "The rotation as it is written in a book"
+    head_dim = x.shape[-1]
+    (x1, x2), cos, sin = x.double().chunk(2, -1), *cos_sin.double()[:, None].unbind(2)
+    cos, sin = cos[..., : head_dim // 2], sin[..., head_dim // 2 :]
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
+
+
+def close(actual, expected, x):
+    "Equal, up to one rounding to the dtype of x"
+    tolerance = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[x.dtype]
+    return (actual.double() - expected).abs().max() <= tolerance * x.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "num_tokens, num_heads, head_dim",
+    [(1, 9, 64), (3, 1, 80), (2, 5, 96), (4, 24, 128), (2, 9, 256), (5, 3, 6), (1, 40, 128), (3, 3, 2)],
+)
+@on_devices("rotate", IMPLEMENTATIONS)
+def test_rotation_in_float64(rotate, num_tokens, num_heads, head_dim, dtype, device):
+    x = torch.randn(num_tokens, num_heads, head_dim, device=device).to(dtype)
+    positions = torch.randint(0, 500, (num_tokens,))
+    cos_sin = rope_cos_sin(default_inv_freq(head_dim, 1e4), 500)[positions].to(device)
+    y = rotate(x, cos_sin)
+    assert y.shape == x.shape and y.dtype == dtype and y.is_contiguous()
+    assert close(y, in_float64(x, cos_sin), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernel_rounds_as_the_twin(dtype):
+    device = DEVICES[-1]
+    cos_sin, x = rope_cos_sin(default_inv_freq(64, 1e4), 20).to(device), qkv(20, dtype).to(device)
+    y, expected = apply_rotary_triton(x, cos_sin), apply_rotary_torch(x, cos_sin)
+    # on a GPU the compiler may contract a product and a sum: rarely, a last bit
+    assert (y != expected).float().mean() <= (0 if device == "cpu" else 0.005)
+
+
+@on_devices("rotate", IMPLEMENTATIONS)
+def test_rotation_of_views(rotate, device):
+    packed = qkv(4).to(device)
+    cos_sin = rope_cos_sin(default_inv_freq(64, 1e4), 4).to(device)
+    before, whole = packed.clone(), rotate(packed.clone(), cos_sin)
+    for view in (packed[:, :9], packed[:, 9:12], packed[:, 12:13], packed[:, ::3], packed[:, :0]):
+        start = view.storage_offset() // 64
+        heads = range(0, 15, 3) if view.stride(1) > 64 else range(start, start + view.shape[1])
+        assert torch.equal(rotate(view, cos_sin), whole[:, list(heads)])
+    every_second = rotate(packed[::2], cos_sin[::2])
+    assert torch.equal(every_second, whole[::2])
+    spread = torch.empty(4, 64, 15, device=device).transpose(1, 2).copy_(packed)  # heads' numbers lie apart
+    assert torch.equal(rotate(spread, cos_sin), whole)
+    assert rotate(packed[:0], cos_sin[:0]).shape == (0, 15, 64)
+    assert torch.equal(packed, before)
+
+
+@pytest.mark.parametrize("num_heads", [1, 3, 9, 15, 24, 32, 40, 64])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_tiles(num_heads, head_dim):
+    heads, half, num_warps = head_tile(num_heads, head_dim)
+    assert half >= head_dim // 2 > half // 2 and heads * half <= 1024
+    assert heads == heads & -heads and heads // 2 < num_heads
+    assert num_warps == 1 or heads * half == 8 * 32 * num_warps  # 16 bytes of either half for each thread

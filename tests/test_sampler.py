@@ -1,15 +1,14 @@
 "From logits to tokens: distribution, filters, random bits, independence, unusable rows"
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import minivllm.layers.sampler as sampler
+from minivllm.kernels.common import tl, triton
 from minivllm.layers.sampler import (
     FIRST_CANDIDATES,
     MASK32,
@@ -20,8 +19,11 @@ from minivllm.layers.sampler import (
     noise_of,
     philox,
     race,
+    sample,
     sample_torch,
+    sample_triton,
 )
+from paging import DEVICES
 
 FOUR = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
 
@@ -86,57 +88,54 @@ def test_philox_leaves_its_arguments_alone():
     assert all(torch.equal(x, y) for x, y in zip((*counter, *key), before))
 
 
-TRITON = """
-import sys, torch, triton, triton.language as tl
-
 @triton.jit
-def fill(out, seeds, positions, choices, N: tl.constexpr):
-    row = tl.program_id(0)
-    quad = tl.arange(0, N)
-    position, choice = tl.load(positions + row).to(tl.int32), tl.load(choices + row).to(tl.int32)
-    words = tl.philox(tl.load(seeds + row), quad, quad * 0 + position, quad * 0 + choice, quad * 0)
+def bits_kernel(ours_ptr, tritons_ptr, picked_ptr, seed_ptr, position_ptr, choice_ptr, N: tl.constexpr):
+    "One row of random words: `quad_bits` in order, `tl.philox`, and `bits_of` id by id"
+    row, quads, ids = tl.program_id(0), tl.arange(0, N), tl.arange(0, 4 * N)
+    seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row).to(tl.int32)
+    choice = tl.load(choice_ptr + row).to(tl.int32)
+    out = row * 4 * N + ids
+    tl.store(ours_ptr + out, sampler.bits_in_order(quads, seed, position, choice, N).to(tl.int64))
+    tl.store(picked_ptr + out, sampler.bits_of(ids, seed, position, choice).to(tl.int64))
+    words = tl.philox(seed, quads, position, choice, 0)
     for i in tl.static_range(4):
-        tl.store(out + row * 4 * N + quad * 4 + i, words[i])
-
-@triton.jit
-def fill_4x(out, seed, N: tl.constexpr):
-    words = tl.randint4x(seed, tl.arange(0, N))
-    for i in tl.static_range(4):
-        tl.store(out + tl.arange(0, N) * 4 + i, words[i])
-
-seeds, positions, choices = torch.load(sys.argv[1])
-out = torch.zeros(len(seeds), 64, dtype=torch.int32)
-fill[(len(seeds),)](out, seeds, positions, choices, 16)
-out_4x = torch.zeros(64, dtype=torch.int32)
-fill_4x[(1,)](out_4x, 2**40 + 7, 16)
-torch.save((out.long() & 0xFFFFFFFF, out_4x.long() & 0xFFFFFFFF), sys.argv[1])
-"""
+        tl.store(tritons_ptr + row * 4 * N + quads * 4 + i, words[i].to(tl.int64))
 
 
-def test_bits_are_tritons(tmp_path):
-    "tl.philox(seed, id // 4, position, choice, 0) under the interpreter gives the bits of the torch twin"
-    seeds = torch.tensor([0, 1, 2**31, 2**32 + 5, 2**63 - 1])
-    positions, choices = torch.tensor([0, 1, 4095, 2**20, 2**31 - 1]), torch.tensor([0, 1, 2, 0, 7])
-    script, data = tmp_path / "fill.py", tmp_path / "data.pt"
-    script.write_text(TRITON)
-    torch.save((seeds, positions, choices), data)
-    done = subprocess.run(
-        [sys.executable, script, data],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    bits, bits_4x = torch.load(data)
+@pytest.mark.parametrize("device", DEVICES)
+def test_bits_are_tritons_and_the_kernels(device):
+    "Torch twin, kernels and `tl.philox(seed, id // 4, position, choice, 0)` have the same bits, compiled or interpreted"
+    seeds = torch.tensor([0, 1, 2**31, 2**32 + 5, 2**63 - 1], device=device)
+    positions = torch.tensor([0, 1, 4095, 2**20, 2**31 - 1], device=device)
+    choices = torch.tensor([0, 1, 2, 0, 7], device=device)
+    out = [torch.zeros(5, 64, dtype=torch.int64, device=device) for _ in range(3)]
+    bits_kernel[(5,)](*out, seeds, positions, choices, 16)
     column = lambda x: x.unsqueeze(1)
     words = philox(
-        (torch.arange(16), column(positions), column(choices), torch.tensor(0)),
+        (torch.arange(16, device=device), column(positions), column(choices), torch.tensor(0, device=device)),
         (column(seeds & MASK32), column(seeds >> 32)),
     )
-    assert torch.equal(bits, torch.stack(words, dim=-1).flatten(1))
-    zero = torch.tensor(0)
-    words = philox((torch.arange(16), zero, zero, zero), (torch.tensor(7), torch.tensor(2**8)))
-    assert torch.equal(bits_4x, torch.stack(words, dim=-1).flatten())
+    twin = torch.stack(words, dim=-1).flatten(1)
+    for name, bits in zip(("in order", "tl.philox", "picked"), out):
+        assert torch.equal(bits, twin), name
+
+
+@triton.jit
+def noise_kernel(bits_ptr, out_ptr, N: tl.constexpr):
+    ids = tl.arange(0, N)
+    tl.store(out_ptr + ids, sampler.exponential(tl.load(bits_ptr + ids).to(tl.uint32)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernel_noise_is_the_exact_exponential(device):
+    "-log(1 - u) to a few units in the last place, over all 32 bits, and never 0 or infinite"
+    edges = torch.tensor([0, 1, 2, 2**24, 2**31 - 2**8, 2**31 - 1, 2**31, MASK32 - 2**8, MASK32 - 1, MASK32])
+    random = torch.randint(0, 2**32, (4096 - 10 - 2000,)) >> torch.randint(0, 24, (4096 - 10 - 2000,))
+    bits = torch.cat([edges, random, torch.randint(2**31 - 10**6, 2**31 + 10**6, (2000,))]).to(device)
+    out = torch.empty(4096, device=device)
+    noise_kernel[(1,)](bits, out, 4096)
+    u = ((bits.float() + 0.5) * 2**-32).clamp(max=1 - 2**-24)
+    torch.testing.assert_close(out.double(), -torch.log1p(-u.double()), rtol=1e-6, atol=0)
 
 
 # --- exponential noise
@@ -575,8 +574,168 @@ def test_module_is_the_function():
         assert torch.equal(Sampler()(**batch), sample_torch(**batch))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA GPU")
-def test_gpu_draws_the_same_tokens():
+# --- the kernels
+
+
+@pytest.fixture(params=[(16, 64, 32), (64, 512, 256)], ids=["many tiles", "few tiles"])
+def tiles(request, monkeypatch):
+    "Tiles so small that a small vocabulary has many: several parts, full slots, short and long prefixes"
+    set_tiles(monkeypatch, *request.param)
+
+
+def set_tiles(monkeypatch, slots, scan, capacity):
+    for name, value in dict(SLOTS=slots, SCAN=scan, CAPACITY=capacity, RACE_WARPS=4, FILTER_WARPS=4).items():
+        monkeypatch.setattr(sampler, name, value)
+
+
+def same_tokens(batch, device="cpu"):
+    "Whether the kernels draw what the twin draws"
+    got = sample_triton(**{name: value.to(device) for name, value in batch.items()})
+    assert got.dtype == torch.int64 and got.device.type == device
+    return torch.equal(got.cpu(), sample_torch(**batch))
+
+
+def is_close_call(logits, temperature, top_k, top_p, min_p):
+    "A mass so near to p, or a probability so near to min_p, that rounding decides"
+    if temperature == 0:
+        return False
+    scaled = ((logits - logits.max()) / torch.tensor(temperature)).tolist()
+    floors = [abs(s - math.log(min_p)) < 1e-5 for s in scaled] if 0 < min_p < 1 else []
+    return any(floors) or reference_kept(scaled, top_k, top_p, min_p) is None
+
+
+@given(
+    st.lists(PARAMETERS, min_size=1, max_size=4),
+    st.sampled_from([1, 3, 40, 257, 1000]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from([(16, 64, 32), (16, 256, 128), (64, 512, 256)]),
+)
+@settings(max_examples=40, deadline=None)
+def test_kernels_draw_the_twins_tokens(requests, vocab_size, dtype, sizes):
+    batch = make_batch(requests, vocab_size)
+    batch["logits"] = batch["logits"].to(dtype)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        set_tiles(monkeypatch, *sizes)
+        got = sample_triton(**batch)
+    twin = sample_torch(**batch)
+    for i, (temperature, _, _, *filters, _, _, _) in enumerate(requests):
+        assert got[i] == twin[i] or is_close_call(batch["logits"][i].float(), temperature, *filters)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("filters", [{}, {"top_k": 40}, {"top_k": 500}, {"top_p": 0.9}, {"min_p": 0.02}])
+def test_kernels_on_awkward_rows(device, filters, tiles):
+    n, generator = 6, torch.Generator().manual_seed(0)
+    wide = 3 * torch.randn(n, 1300, generator=generator)
+    excluded = wide.clone()
+    excluded[:, : 1200] = -torch.inf  # whole tiles and parts without a token
+    for name, logits in {
+        "contiguous": wide,
+        "odd size": wide[:, :1003].contiguous(),
+        "cut out": wide[:, 3:777],
+        "every second row": wide.repeat_interleave(2, 0)[::2],
+        "transposed": wide.T.contiguous().T,
+        "one row for all": wide[:1].expand(n, -1),
+        "ties": wide.round(),
+        "all equal": torch.zeros(n, 1300),
+        "mostly excluded": excluded,
+        "float64": wide.double(),
+    }.items():
+        keys = dict(seeds=torch.arange(n) * 2**33 + 1, positions=torch.arange(n) * 1000)
+        for temperature in (0.0, 0.7):
+            batch = dict(logits=logits, **rows(n, temperature=temperature, **filters), **keys)
+            assert same_tokens(batch, device), (name, temperature)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-30, 1e-6, 1.0, 3.4e38])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 1.0}])
+def test_kernels_refuse_what_the_twin_refuses(device, temperature, filters, tiles):
+    logits = 3e3 * torch.randn(8, 700, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    logits[0, 650] = torch.nan
+    logits[1, 0] = torch.nan
+    logits[2] = -torch.inf
+    logits[3] = -torch.inf
+    logits[3, 699] = -5.0  # a single token is left
+    logits[4, 350] = torch.inf
+    logits[5] = torch.nan
+    logits[6, 1:] = -torch.inf
+    batch = dict(logits=logits, **rows(8, temperature=temperature, **filters), seeds=torch.arange(8), positions=torch.arange(8))
+    assert same_tokens(batch, device)
+    assert sample_torch(**batch).tolist()[:7] == [-1, -1, -1, 699, -1, -1, 0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels_without_rows(device):
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    ids = sample_triton(torch.empty(0, 50, device=device), none.float(), none, none, top_k=none)
+    assert ids.shape == (0,) and ids.dtype == torch.int64
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels_read_parameters_that_are_not_contiguous(device, tiles):
+    batch = make_batch([(1.0, s, 5, 4, 0.9, 0.01, 3.0, s, False) for s in range(4)], 300)
+    spread = {name: x if x.ndim == 2 else torch.stack([x, x + 1], 1)[:, 0] for name, x in batch.items()}
+    spread["temperature"] = torch.ones(1).expand(4)
+    assert not spread["seeds"].is_contiguous() and same_tokens(spread, device)
+
+
+@given(st.lists(PARAMETERS, min_size=2, max_size=4), st.randoms(use_true_random=False))
+@settings(max_examples=15, deadline=None)
+def test_a_kernels_row_depends_on_itself_alone(requests, random):  # F32
+    batch = make_batch(requests, 500)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        set_tiles(monkeypatch, 16, 64, 32)
+        together = sample_triton(**batch)
+        order = random.sample(range(len(requests)), random.randint(1, len(requests)))
+        assert torch.equal(sample_triton(**pick(batch, order)), together[order])
+
+
+def test_parts_change_nothing(monkeypatch):
+    "However a row is cut, whoever is the first stays the first"
+    batch = make_batch([(t, s, 5, 0, 1.0, 0.0, 2.0, s, True) for s, t in enumerate((0.0, 0.5, 1.0, 1.0))], 1000)
+    for name in ("top_k", "top_p", "min_p"):
+        del batch[name]
+    set_tiles(monkeypatch, 16, 64, 32)
+    for parts in (1, 2, 3, 4):
+        monkeypatch.setattr(sampler, "race_parts", lambda *_: parts)
+        assert same_tokens(batch), parts
+
+
+def test_rivals_in_a_slot_are_looked_at(monkeypatch):
+    "Equal logits in one slot's tiles: the winner is often not in the tile with the best bound"
+    set_tiles(monkeypatch, 16, 64, 32)
+    n = 60
+    logits = torch.full((n, 1024), -50.0)
+    logits[:, 20::256] = 0.0  # the same slot of all four tiles
+    logits[:, 21::256] = 2.0
+    batch = dict(logits=logits, **rows(n, temperature=1.0), seeds=torch.arange(n), positions=torch.arange(n))
+    monkeypatch.setattr(sampler, "race_parts", lambda *_: 1)
+    assert same_tokens(batch)
+
+
+def test_parts_fit_the_gpu():
+    for num_rows in (1, 2, 7, 64, 131, 132, 133, 256, 1000, 20_000):
+        for num_tiles in (1, 2, 6, 19, 32):
+            parts = sampler.race_parts(num_rows, num_tiles, 132)
+            assert 1 <= parts <= num_tiles
+            per_part = -(-num_tiles // parts)
+            assert (parts - 1) * per_part < num_tiles  # none is empty
+    assert sampler.race_parts(1, 19, 132) == 19 and sampler.race_parts(10_000, 19, 132) == 1
+
+
+def test_dispatcher_takes_torch_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(sampler, "sample_triton", None)
+    batch = make_batch([(1.0, 5, 6, 3, 0.9, 0.0, 3.0, 1, False)], 100)
+    assert torch.equal(sample(**batch), sample_torch(**batch))
+
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA GPU")
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize("implementation", [sample_torch, sample_triton])
+def test_gpu_draws_the_same_tokens(implementation):
     requests = [
         (t, s, s * 7, k, p, m, 4.0, s, False)
         for s, (t, k, p, m) in enumerate(
@@ -592,7 +751,30 @@ def test_gpu_draws_the_same_tokens():
         )
     ]
     batch = make_batch(requests, 50_000)
-    on_gpu = sample_torch(**{name: value.cuda() for name, value in batch.items()}).cpu()
+    on_gpu = implementation(**{name: value.cuda() for name, value in batch.items()}).cpu()
     assert (on_gpu == sample_torch(**batch)).sum() >= len(
         requests
     ) - 1  # logarithms may differ in the last digit
+
+
+@NEEDS_CUDA
+def test_a_recorded_step_draws_by_what_its_tensors_hold():
+    "No kernel choice, grid or launch depends on a tensor's values"
+    def batch_of(seed):
+        requests = [
+            (t, s, s * 7 + seed, k, p, m, 4.0, s + seed, False)
+            for s, (t, k, p, m) in enumerate([(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 50, 0.9, 0.05), (1.5, 0, 0.99, 0.0)] * 8)
+        ]
+        return make_batch(requests[seed:] + requests[:seed], 50_000)
+
+    batch = {name: value.cuda() for name, value in batch_of(0).items()}
+    sample(**batch)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        token_ids = sample(**batch)
+    for seed in (1, 2, 3):
+        fresh = batch_of(seed)
+        for name, value in fresh.items():
+            batch[name].copy_(value)
+        graph.replay()
+        assert (token_ids.cpu() == sample_torch(**fresh)).sum() >= len(token_ids) - 1

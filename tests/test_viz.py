@@ -129,6 +129,20 @@ def test_memory_bar_is_to_scale():
     assert {"1 GB", "3 GB", "capacity 5 GB "} <= set(texts(fig))
 
 
+def test_accesses_show_programs_shared_and_masked_elements():
+    def access(program, kind, tensor, elements, masked=()):
+        return dict(program=program, kind=kind, tensor=tensor, elements=list(elements), masked=list(masked))
+
+    fig = viz.draw_accesses([
+        access(0, "load", "x", [0, 1, 2]), access(0, "store", "y", [0, 1]),
+        access(1, "load", "x", [2, 3], [4]), access(1, "store", "y", [2, 3], [4]), access(1, "load", "y", [4]),
+    ], {"x": (4,), "y": (2, 3), "z": (2,)})
+    assert {"x: read", "y: written and read", "z: not touched", "2×"} <= set(texts(fig))
+    assert [len(rectangles(fig, viz.request_color(program))) for program in (0, 1)] == [2 + 2, 1 + 3]
+    assert len(rectangles(fig, "white")) == 1  # beyond the end of x; within y the mask covers an element of the next row
+    assert len(rectangles(fig)) == 4 + 1 + 6 + 2
+
+
 def test_table():
     table = viz.show_table([{"a": 1 / 3, "b": "x|y"}, {"b": None, "c": 2}])
     assert (table.header, table.rows) == (["a", "b", "c"], [["0.333", "x|y", ""], ["", "", "2"]])
@@ -146,6 +160,8 @@ def test_table():
     lambda: viz.draw_timeline([{0: 1}]),
     lambda: viz.draw_shards([dict(name="w", shape=(4, 4), dim=1)], 2),
     lambda: viz.draw_memory_bar([("a", {"b": 1})]),
+    lambda: viz.draw_accesses([dict(program=(0, 1), kind="load", tensor="x", elements=[1])], {"x": (2, 2), "y": (60,)}),
+    lambda: viz.draw_accesses([], {"x": (4,)}),
     lambda: viz.new_figure()[0],
 ])
 def test_figures_are_white_and_left_to_the_caller_to_show(draw):

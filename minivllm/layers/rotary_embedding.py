@@ -4,14 +4,17 @@
 
 # %% auto #0
 __all__ = ['REQUIRED', 'default_inv_freq', 'rope_cos_sin', 'apply_rotary_torch', 'ntk_base', 'llama3_inv_freq', 'yarn_inv_freq',
-           'yarn_attention_factor', 'dynamic_ntk_inv_freq', 'read_scaling', 'rope_inv_freq', 'apply_rotary',
-           'RotaryEmbedding']
+           'yarn_attention_factor', 'dynamic_ntk_inv_freq', 'read_scaling', 'rope_inv_freq', 'rotate_halves',
+           'head_tile', 'apply_rotary_kernel', 'apply_rotary_triton', 'apply_rotary', 'RotaryEmbedding']
 
-# %% ../../nbs/05_layers.rotary_embedding.ipynb #3cd6b91f
+# %% ../../nbs/05_layers.rotary_embedding.ipynb #9fe8ad96
+import functools
 import math
 
 import torch
 from torch import nn
+
+from ..kernels.common import can_launch, round_to, tl, triton
 
 # %% ../../nbs/05_layers.rotary_embedding.ipynb #826a9ddb
 def default_inv_freq(
@@ -171,12 +174,75 @@ def rope_inv_freq(
         return inv_freq, given.get("attention_factor", attention_factor)
     return default_inv_freq(head_dim, base), 1.0
 
-# %% ../../nbs/05_layers.rotary_embedding.ipynb #927623bd
+# %% ../../nbs/05_layers.rotary_embedding.ipynb #49e76aa6
+@triton.jit
+def rotate_halves(x1, x2, cos, sin):
+    "Both halves of heads, turned: partners stand at the same place of the other half"
+    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+
+# %% ../../nbs/05_layers.rotary_embedding.ipynb #1bb78388
+@functools.cache
+def head_tile(
+    num_heads: int,  # of one token
+    head_dim: int,
+) -> tuple[int, int, int]:  # heads of a program, columns of half a head (powers of two); warps
+    "The tile of a kernel that works on heads as two halves"
+    half = 1 << (head_dim // 2 - 1).bit_length()
+    heads = min(1 << (num_heads - 1).bit_length(), max(1024 // half, 1))
+    # 8 numbers of each half for a thread: two reads of 16 bytes in half precision
+    return heads, half, max(heads * half // (8 * 32), 1)
+
+# %% ../../nbs/05_layers.rotary_embedding.ipynb #4edb42b3
+@triton.jit
+def apply_rotary_kernel(
+    x_ptr, cos_sin_ptr, y_ptr, x_stride,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr,
+):
+    "A program turns `HEADS` heads of one token"
+    half: tl.constexpr = HEAD_DIM // 2
+    parts: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    token = (tl.program_id(0) // parts).to(tl.int64)  # times a stride it outgrows 32 bits
+    head = tl.program_id(0) % parts * HEADS + tl.arange(0, HEADS)[:, None]
+    col = tl.arange(0, HALF)[None, :]
+    mask = (head < NUM_HEADS) & (col < half)
+    at = head * HEAD_DIM + col
+    x1 = tl.load(x_ptr + token * x_stride + at, mask=mask).to(tl.float32)
+    x2 = tl.load(x_ptr + token * x_stride + at + half, mask=mask).to(tl.float32)
+    # each head's threads read the row for themselves: it is in a cache, no need to hand it around
+    row_ptr = cos_sin_ptr + token * (2 * HEAD_DIM) + tl.broadcast_to(col, HEADS, HALF)
+    cos = tl.load(row_ptr, mask=mask)
+    sin = tl.load(row_ptr + (HEAD_DIM + half), mask=mask)  # a row is (cos, cos), (-sin, sin)
+    y1, y2 = rotate_halves(x1, x2, cos, sin)
+    y_ptr += token * (NUM_HEADS * HEAD_DIM)
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    tl.store(y_ptr + at, round_to(y1, dtype), mask=mask)
+    tl.store(y_ptr + at + half, round_to(y2, dtype), mask=mask)
+
+# %% ../../nbs/05_layers.rotary_embedding.ipynb #3a9f5881
+def apply_rotary_triton(x, cos_sin):
+    "`apply_rotary_torch` as one kernel"
+    num_tokens, num_heads, head_dim = x.shape
+    if x.stride()[1:] != (head_dim, 1):  # tokens may lie apart, a token's numbers may not
+        x = x.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if y.numel():
+        heads, half, num_warps = head_tile(num_heads, head_dim)
+        grid = (num_tokens * -(-num_heads // heads),)
+        apply_rotary_kernel[grid](
+            x, cos_sin.contiguous(), y, x.stride(0),
+            num_heads, head_dim, heads, half, num_warps=num_warps,
+        )
+    return y
+
+
 def apply_rotary(x, cos_sin):
     "Rotate queries or keys by the implementation for the device of `x`"
+    if can_launch(x.device):
+        return apply_rotary_triton(x, cos_sin)
     return apply_rotary_torch(x, cos_sin)
 
-
+# %% ../../nbs/05_layers.rotary_embedding.ipynb #75b7cea4
 class RotaryEmbedding(nn.Module):
     "The table of cosines and sines, and its use; a model makes one for all of its layers"
 

@@ -1,0 +1,169 @@
+"""How each Triton launcher of the package is called: what `kernel_targets.py` compiles
+
+An example is named like its launcher, gets it as its first argument and is called with every combination of the values beside it, so that the launcher makes all the choices that it can make.
+"""
+import importlib
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Launcher:
+    "A launcher of the package, how to call it, and the values of each parameter of the call"
+
+    name: str
+    module: str
+    example: object  # called with the launcher first, then with one value of each parameter
+    values: dict
+    attention: bool = False  # its tiles grow with head_dim and dtype, and with them what it needs of shared memory
+    toy: bool = False  # not of the package: for the checks on the checks
+
+    def find(self):
+        return getattr(importlib.import_module(self.module), self.name)
+
+    def cases(self):
+        "Every combination in bfloat16, the first in other dtypes; attention in float32 chooses other tiles: every one too"
+        rows = [dict(zip(self.values, row)) for row in itertools.product(*self.values.values())]
+        for dtype in DTYPES[:1] if self.toy else DTYPES:
+            every = dtype == torch.bfloat16 or self.attention and dtype == torch.float32
+            yield from (row | {"dtype": dtype} for row in (rows if every else rows[:1]))
+
+    def call(self, **case):
+        self.example(self.find(), **case)
+
+
+LAUNCHERS = {}
+
+
+def launcher(module, attention=False, **values):
+    "Registers an example under its own name, which is the launcher's"
+
+    def register(example):
+        LAUNCHERS[example.__name__] = Launcher(example.__name__, module, example, values, attention, toy=module == "toy_kernels")
+        return example
+
+    return register
+
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def integers(*shape, dtype=torch.int32):
+    return empty(*shape, dtype=dtype)
+
+
+# Sizes: of SmolLM2 (no powers of two), of Qwen3 from 0.6B to 32B, and odd ones. Heads: queries, keys.
+
+TOKENS = (1, 65536)
+HIDDEN = (576, 1024, 4096, 5120, 100)
+INTERMEDIATE = (1536, 3072, 9728, 25600, 100)
+HEADS = ((32, 8), (9, 3), (4, 1))
+HEAD_DIMS = (128, 64, 80, 96, 256)
+
+
+@launcher("minivllm.layers.activation", size=INTERMEDIATE, tokens=TOKENS)
+def silu_and_mul_triton(launch, dtype, size, tokens):
+    launch(empty(tokens, 2 * size, dtype=dtype))
+
+
+@launcher("minivllm.layers.activation", size=INTERMEDIATE, tokens=TOKENS, approximate=("none", "tanh"))
+def gelu_and_mul_triton(launch, dtype, size, tokens, approximate):
+    launch(empty(tokens, 2 * size, dtype=dtype), approximate)
+
+
+@launcher("minivllm.layers.layernorm", size=HIDDEN + HEAD_DIMS, tokens=TOKENS)
+def rms_norm_triton(launch, dtype, size, tokens):
+    weight = empty(size, dtype=dtype)
+    launch(empty(tokens, size, dtype=dtype), weight, 1e-6)
+    launch(empty(tokens, 24 * size, dtype=dtype).unflatten(1, (24, size))[:, :16], weight, 1e-6)  # heads in packed qkv
+
+
+@launcher("minivllm.layers.layernorm", size=HIDDEN, tokens=TOKENS)
+def add_rms_norm_triton(launch, dtype, size, tokens):
+    x, residual = empty(2, tokens, size, dtype=dtype)
+    launch(x, residual, empty(size, dtype=dtype), 1e-6)
+
+
+@launcher("minivllm.layers.sampler", vocab_size=(151936, 49152, 32001, 100), rows=(256, 1), filters=("", "kpm", "k", "p", "m", "kp"))
+def sample_triton(launch, dtype, vocab_size, rows, filters):
+    seeds, positions, top_k = integers(3, rows, dtype=torch.int64)
+    temperature, top_p, min_p = empty(3, rows, dtype=torch.float32)
+    chosen = [x if name in filters else None for name, x in zip("kpm", (top_k, top_p, min_p))]
+    launch(empty(rows, vocab_size, dtype=dtype), temperature, seeds, positions, *chosen)
+
+
+def packed_qkv(tokens, heads, head_dim, dtype):
+    num_heads, num_kv_heads = heads
+    qkv = empty(tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    return qkv, *qkv.unflatten(1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+
+
+def caches(heads, head_dim, dtype, block_size=256):
+    return empty(2, 4096, block_size, heads[1], head_dim, dtype=dtype)
+
+
+@launcher("minivllm.layers.rotary_embedding", head_dim=HEAD_DIMS, heads=HEADS)
+def apply_rotary_triton(launch, dtype, head_dim, heads):
+    _, q, k, _ = packed_qkv(64, heads, head_dim, dtype)
+    for x in (q, k):
+        launch(x, empty(64, 2, head_dim, dtype=torch.float32))
+
+
+@launcher("minivllm.kernels.kv_cache", head_dim=HEAD_DIMS, heads=HEADS)
+def store_kv_triton(launch, dtype, head_dim, heads):
+    _, _, k, v = packed_qkv(64, heads, head_dim, dtype)
+    launch(k, v, *caches(heads, head_dim, dtype), integers(64, dtype=torch.int64))
+
+
+@launcher("minivllm.kernels.kv_cache", head_dim=HEAD_DIMS, heads=HEADS, norm=(True, False))
+def norm_rope_store_triton(launch, dtype, head_dim, heads, norm):
+    qkv, *_ = packed_qkv(64, heads, head_dim, dtype)
+    weights = empty(2, head_dim, dtype=dtype) if norm else (None, None)
+    table, slots = empty(40960, 2, head_dim, dtype=torch.float32), integers(2, 64, dtype=torch.int64)
+    launch(qkv, slots[0], table, *weights, 1e-6, *caches(heads, head_dim, dtype), slots[1])
+
+
+# Attention. A batch: query and key heads, sequences, block size
+
+BATCHES = (((32, 8), 256, 256), ((9, 3), 8, 16), ((16, 8), 1, 32))
+
+
+def attention_arguments(dtype, head_dim, batch, queries_each):
+    "Queries, caches, block tables and context lengths of a batch"
+    heads, num_seqs, block_size = batch
+    q = empty(num_seqs * queries_each, heads[0], head_dim, dtype=dtype)
+    return q, *caches(heads, head_dim, dtype, block_size), integers(num_seqs, 128), integers(num_seqs)
+
+
+@launcher("minivllm.kernels.prefill", attention=True, head_dim=HEAD_DIMS, batch=BATCHES)
+def paged_prefill_triton(launch, dtype, head_dim, batch):
+    q, k_cache, v_cache, block_tables, context_lens = attention_arguments(dtype, head_dim, batch, queries_each=64)
+    launch(q, k_cache, v_cache, block_tables, integers(len(context_lens) + 1), context_lens, head_dim**-0.5)
+
+
+@launcher("minivllm.kernels.decode", attention=True, head_dim=HEAD_DIMS, batch=BATCHES, shared=(False, True))
+def paged_decode_triton(launch, dtype, head_dim, batch, shared):
+    from minivllm.kernels.decode import TILE_ROWS, SharedPrefixes
+    arguments = attention_arguments(dtype, head_dim, batch, queries_each=1)
+    num_seqs = len(arguments[-1])
+    prefixes = SharedPrefixes(integers(num_seqs, TILE_ROWS), integers(num_seqs), integers(num_seqs))
+    launch(*arguments, head_dim**-0.5, shared=prefixes if shared else None)
+
+
+# Toys
+
+
+@launcher("toy_kernels", num_stages=(2, 5))
+def toy_matmul_triton(launch, dtype, num_stages):
+    launch(empty(128, 1024, dtype=dtype), empty(1024, 128, dtype=dtype), num_stages=num_stages)
+
+
+@launcher("toy_kernels")
+def toy_peek_triton(launch, dtype):
+    launch(empty(128, 1024, dtype=dtype), empty(1024, 128, dtype=dtype))

@@ -1,0 +1,142 @@
+"Every kernel of the package compiles for every GPU generation, and fits into its shared memory."
+import importlib
+import json
+import logging
+import os
+import pathlib
+import pkgutil
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import kernel_targets
+import minivllm
+from kernel_launches import LAUNCHERS
+from kernel_targets import TARGETS, CudaTensor, complaint, pretend_gpu
+from minivllm.kernels.common import MissingTriton, can_launch, triton
+
+pytestmark = pytest.mark.skipif(isinstance(triton, MissingTriton), reason="Triton has no build for this machine")
+PACKAGE = [one.name for one in LAUNCHERS.values() if not one.toy]
+
+
+def compile_kernels(folder, *options, limit=900):
+    "Rows of `kernel_targets.py`, which runs as a program of its own: here kernels are interpreted"
+    results = pathlib.Path(folder, "results.json")
+    command = [sys.executable, pathlib.Path(__file__).with_name("kernel_targets.py"), "--json", results, *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert results.exists(), done.stdout + done.stderr
+    return json.loads(results.read_text())
+
+
+@pytest.fixture(scope="module", params=["largest", pytest.param("all", marks=pytest.mark.slow)])
+def rows(request, tmp_path_factory):
+    "The largest tiles, or every configuration that a launcher chooses"
+    options = ["--all"] if request.param == "all" else []
+    return compile_kernels(tmp_path_factory.mktemp("kernels"), *options)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids="sm_{}".format)
+@pytest.mark.parametrize("name", PACKAGE)
+def test_compiles_and_fits(rows, name, target):
+    found = [row for row in rows if (row["op"], row["target"]) == (name, target)]
+    assert found, "nothing was launched"
+    complaints = [text for text in map(complaint, found) if text]
+    assert not complaints, "\n".join(complaints)
+
+
+def modules():
+    "The package's modules that may define kernels"
+    return [importlib.import_module(m.name) for m in pkgutil.walk_packages(minivllm.__path__, "minivllm.") if ".kernels." in m.name or ".layers." in m.name]
+
+
+def test_no_launcher_is_forgotten():
+    defined = {name for module in modules() for name, value in vars(module).items()
+               if name.endswith("_triton") and getattr(value, "__module__", "") == module.__name__}
+    assert defined <= set(LAUNCHERS)
+
+
+def test_no_kernel_is_forgotten(rows):
+    kernels = {name for module in modules() for name in vars(module) if name.endswith("_kernel") and not name.startswith("_")}
+    assert kernels <= {row["kernel"] for row in rows}
+
+
+# The checks bite
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory):
+    return compile_kernels(tmp_path_factory.mktemp("toys"), "--all", "--launchers", "toy_matmul_triton", "toy_peek_triton", "--targets", 86, 90)
+
+
+def test_a_tile_too_large_fails(toys):
+    by_target = {row["target"]: row for row in toys if row["op"] == "toy_matmul_triton" and row["num_stages"] == 5}
+    text = complaint(by_target[86])
+    for part in ("toy_kernel for sm_86", "needs 128.0 KiB", "limit is 99 KiB", "'M': 128"):
+        assert part in text
+    assert complaint(by_target[90]) is None
+
+
+def test_the_compiled_code_is_looked_at(toys):
+    small = {row["target"]: row for row in toys if row["op"] == "toy_matmul_triton" and row["num_stages"] == 2}
+    assert (small[86]["matrix"], small[90]["matrix"]) == (["mma"], ["wgmma"])
+    assert all(32 < row["registers"] <= 255 and row["stack"] == 0 for row in small.values())
+    assert "no matrix instruction" in complaint(small[90] | {"matrix": []})
+
+
+def test_a_launcher_that_looks_at_values_fails(toys):
+    texts = [complaint(row) for row in toys if row["op"] == "toy_peek_triton"]
+    assert len(texts) == 2 and all("a.max() > 0" in text for text in texts)
+
+
+def test_a_compiler_that_aborts_is_a_failure(monkeypatch):
+    launch = kernel_targets.Launch("op", {"dtype": torch.bfloat16}, 90, torch.empty, (), {}, (1,), (), {}, 0)
+    monkeypatch.setattr(kernel_targets, "compile_into", lambda launch, path: os.kill(os.getpid(), signal.SIGKILL))
+    (row,) = kernel_targets.compile_all([launch])
+    assert "the compiler ended with code -9" in complaint(row)
+
+
+@pytest.mark.parametrize("arguments, grid, text", [
+    ({"n": 3}, (0,), "grid"), ({"n": 3}, (8, 65536), "grid"), ({"x": torch.ones(2)}, (1,), "x is on cpu"),
+])
+def test_a_launch_that_a_gpu_refuses_fails(arguments, grid, text):
+    with pytest.raises(ValueError, match=text):
+        kernel_targets.check_launch(SimpleNamespace(__name__="kernel"), arguments, grid)
+
+
+def test_tensors_of_the_pretended_gpu():
+    with pretend_gpu(90):
+        x = torch.empty(4, 8, device="cuda:0", dtype=torch.bfloat16)
+        assert x.device == torch.device("cuda", 0) and torch.cuda.get_device_capability(x.device) == (9, 0)
+        assert x[1:, 3:].data_ptr() == 22 and x[1:, 3:].stride() == (8, 1)
+        made = [torch.empty_like(x), x.new_empty(2), torch.zeros(2, device=x.device), x.float(), *x.split(2)]
+        assert all(isinstance(t, CudaTensor) for t in made)
+        assert not isinstance(torch.empty(2), CudaTensor)
+    assert torch.empty(2).device.type == "cpu"
+
+
+# Older than any generation that Triton has matrix instructions for
+
+
+def test_sm_75_falls_back_to_torch(caplog):
+    with pretend_gpu(75), caplog.at_level(logging.WARNING, "minivllm"):
+        device = torch.device("cuda", 0)
+        assert not can_launch(device) and not can_launch(device)
+    assert [r.getMessage() for r in caplog.records] == ["cuda:0 has compute capability 7.5, Triton needs 8.0: kernels run in torch"]
+    with pretend_gpu(80):
+        assert can_launch(device)
+
+
+@pytest.mark.parametrize("name", PACKAGE)
+@pytest.mark.parametrize("capability, expected", [(75, "torch"), (80, "triton")])
+def test_dispatchers_choose_by_capability(name, capability, expected, monkeypatch):
+    one, op, called = LAUNCHERS[name], name.removesuffix("_triton"), []
+    module = importlib.import_module(one.module)
+    for kind in ("torch", "triton"):
+        monkeypatch.setattr(module, f"{op}_{kind}", lambda *args, kind=kind, **kwargs: called.append(kind))
+    with pretend_gpu(capability):
+        one.example(getattr(module, op), **next(iter(one.cases())))
+    assert set(called) == {expected}

@@ -7,7 +7,7 @@ __all__ = ['DTYPES', 'SIZES', 'read', 'read_rope', 'read_dtype', 'resolve_dtype'
            'read_architecture', 'check_sizes', 'ModelConfig', 'load_model_config', 'check_choice', 'resolve_device',
            'EngineConfig', 'resolve_max_model_len']
 
-# %% ../nbs/16_config.ipynb #09c8d6b5
+# %% ../nbs/16_config.ipynb #07098601
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
+from .layers.attention import get_attention_backend
 from .sampling_params import check_option_names, check_range
 
 # %% ../nbs/16_config.ipynb #57139c1f
@@ -225,7 +226,7 @@ def load_model_config(
     except Exception as error:
         raise ValueError(f"{folder}/config.json: {error}") from error
 
-# %% ../nbs/16_config.ipynb #f7878cd3
+# %% ../nbs/16_config.ipynb #f96bd603
 def check_choice(
     name: str,  # the option
     value,
@@ -251,9 +252,11 @@ def resolve_device(
         raise ValueError(
             f"device={device!r}: this PyTorch ({torch.__version__}) sees no CUDA device; use device='cpu'"
         )
+    if (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"device={device!r}: the CUDA devices here are numbered 0 to {count - 1}")
     return device
 
-# %% ../nbs/16_config.ipynb #17845a0b
+# %% ../nbs/16_config.ipynb #083d624d
 @dataclass
 class EngineConfig:
     "Options of an engine, each checked when it is set"
@@ -267,12 +270,13 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens of prompt and output; None takes the model's own
     max_num_seqs: int = 256  # requests that run at the same time
     max_num_batched_tokens: int = 8192  # token budget of a step
-    block_size: int | None = None  # tokens of a KV block; None takes 16
+    block_size: int | None = None  # tokens of a KV block; None takes the attention backend's own
     num_kv_blocks: int | None = None  # blocks of the KV pool; None takes what fits
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory that this engine may use
     enable_prefix_caching: bool = True
     scheduling_policy: str = "mixed"  # or "prefill_first"
-    attention_backend: str = "auto"  # or "torch"
+    # "torch", "triton", "flash_attn"; "auto" takes Triton where its kernels can run, else torch
+    attention_backend: str = "auto"
     load_format: str = "auto"  # or "dummy": seeded random weights, no checkpoint but config.json
 
     def __post_init__(self):
@@ -296,7 +300,10 @@ class EngineConfig:
         self.dtype = str(self.dtype).removeprefix("torch.")
         check_choice("dtype", self.dtype, ("auto", *DTYPES))
         self.device = resolve_device(self.device)
-        self.block_size = self.block_size or 16
+        backend = get_attention_backend(self.attention_backend, self.device)
+        self.attention_backend = backend.name
+        self.block_size = self.block_size or backend.default_block_size
+        backend.check_block_size(self.block_size)
 
 
 # a misspelt option is an error that suggests the right one, not an option that is silently dropped

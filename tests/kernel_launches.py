@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 
 
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
 @dataclass
 class Launcher:
     "A launcher of the package, how to call it, and the values of each parameter of the call"
@@ -17,18 +20,26 @@ class Launcher:
     module: str
     example: object  # called with the launcher first, then with one value of each parameter
     values: dict
-    attention: bool = False  # its tiles grow with head_dim and dtype, and with them what it needs of shared memory
-    toy: bool = False  # not of the package: for the checks on the checks
+    dtypes: tuple = DTYPES
+    targets: tuple | None = None  # where it can be called; None: everywhere
+    attention: bool = False  # its tiles grow with head_dim, and with them what it needs of shared memory
+    dispatcher: str | None = None  # module of the function that chooses between it and its twin, where not its own
+
+    @property
+    def toy(self):
+        return self.module == "toy_kernels"  # not of the package: for the checks on the checks
 
     def find(self):
         return getattr(importlib.import_module(self.module), self.name)
 
     def cases(self):
-        "Every combination in bfloat16, the first in other dtypes; attention in float32 chooses other tiles: every one too"
+        "Every combination in the first dtype, the first in the others; in float32 attention for each head_dim"
         rows = [dict(zip(self.values, row)) for row in itertools.product(*self.values.values())]
-        for dtype in DTYPES[:1] if self.toy else DTYPES:
-            every = dtype == torch.bfloat16 or self.attention and dtype == torch.float32
-            yield from (row | {"dtype": dtype} for row in (rows if every else rows[:1]))
+        for dtype in self.dtypes:
+            for row in rows:
+                head_dim = row["head_dim"] if self.attention and dtype == torch.float32 else rows[0].get("head_dim")
+                if dtype == self.dtypes[0] or row == rows[0] | {"head_dim": head_dim}:
+                    yield row | {"dtype": dtype}
 
     def call(self, **case):
         self.example(self.find(), **case)
@@ -37,17 +48,15 @@ class Launcher:
 LAUNCHERS = {}
 
 
-def launcher(module, attention=False, **values):
+def launcher(module, dtypes=DTYPES, targets=None, attention=False, dispatcher=None, **values):
     "Registers an example under its own name, which is the launcher's"
 
     def register(example):
-        LAUNCHERS[example.__name__] = Launcher(example.__name__, module, example, values, attention, toy=module == "toy_kernels")
+        name = example.__name__
+        LAUNCHERS[name] = Launcher(name, module, example, values, dtypes, targets, attention, dispatcher)
         return example
 
     return register
-
-
-DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -129,41 +138,47 @@ def norm_rope_store_triton(launch, dtype, head_dim, heads, norm):
     launch(qkv, slots[0], table, *weights, 1e-6, *caches(heads, head_dim, dtype), slots[1])
 
 
-# Attention. A batch: query and key heads, sequences, block size
+# Attention. A batch: query and key heads, sequences, block size; whether some begin with the same blocks
 
-BATCHES = (((32, 8), 256, 256), ((9, 3), 8, 16), ((16, 8), 1, 32))
+BATCHES = (((32, 8), 256, 256, True), ((9, 3), 8, 16, True), ((16, 8), 1, 64, False))
 
 
 def attention_arguments(dtype, head_dim, batch, queries_each):
     "Queries, caches, block tables and context lengths of a batch"
-    heads, num_seqs, block_size = batch
+    heads, num_seqs, block_size, _ = batch
     q = empty(num_seqs * queries_each, heads[0], head_dim, dtype=dtype)
     return q, *caches(heads, head_dim, dtype, block_size), integers(num_seqs, 128), integers(num_seqs)
 
 
-@launcher("minivllm.kernels.prefill", attention=True, head_dim=HEAD_DIMS, batch=BATCHES)
+@launcher("minivllm.kernels.prefill", dispatcher="minivllm.kernels.prefill_hopper", attention=True, head_dim=HEAD_DIMS, batch=BATCHES)
 def paged_prefill_triton(launch, dtype, head_dim, batch):
     q, k_cache, v_cache, block_tables, context_lens = attention_arguments(dtype, head_dim, batch, queries_each=64)
     launch(q, k_cache, v_cache, block_tables, integers(len(context_lens) + 1), context_lens, head_dim**-0.5)
 
 
-@launcher("minivllm.kernels.decode", attention=True, head_dim=HEAD_DIMS, batch=BATCHES, shared=(False, True))
-def paged_decode_triton(launch, dtype, head_dim, batch, shared):
+@launcher("minivllm.kernels.prefill_hopper", DTYPES[::2], targets=(90,), attention=True, head_dim=(128, 64), block_size=(256, 64, 16), overlap=(True, False))
+def paged_prefill_hopper(launch, dtype, head_dim, block_size, overlap):
+    q, k_cache, v_cache, block_tables, context_lens = attention_arguments(dtype, head_dim, ((32, 8), 8, block_size, False), queries_each=64)
+    launch(q, k_cache, v_cache, block_tables, integers(9), context_lens, head_dim**-0.5, overlap=overlap)
+
+
+@launcher("minivllm.kernels.decode", attention=True, head_dim=HEAD_DIMS, batch=BATCHES)
+def paged_decode_triton(launch, dtype, head_dim, batch):
     from minivllm.kernels.decode import TILE_ROWS, SharedPrefixes
     arguments = attention_arguments(dtype, head_dim, batch, queries_each=1)
     num_seqs = len(arguments[-1])
     prefixes = SharedPrefixes(integers(num_seqs, TILE_ROWS), integers(num_seqs), integers(num_seqs))
-    launch(*arguments, head_dim**-0.5, shared=prefixes if shared else None)
+    launch(*arguments, head_dim**-0.5, shared=prefixes if batch[-1] else None)
 
 
 # Toys
 
 
-@launcher("toy_kernels", num_stages=(2, 5))
+@launcher("toy_kernels", DTYPES[:1], num_stages=(2, 5))
 def toy_matmul_triton(launch, dtype, num_stages):
     launch(empty(128, 1024, dtype=dtype), empty(1024, 128, dtype=dtype), num_stages=num_stages)
 
 
-@launcher("toy_kernels")
+@launcher("toy_kernels", DTYPES[:1])
 def toy_peek_triton(launch, dtype):
     launch(empty(128, 1024, dtype=dtype), empty(1024, 128, dtype=dtype))

@@ -75,6 +75,7 @@ class Pages:
             torch.tensor([span.stop for span in spans.values()], dtype=torch.int32),
             torch.tensor([0, *(len(span) for span in spans.values())]).cumsum(0).int(),
             sum(n == 1 for n in num_tokens.values()),
+            max([n for n in num_tokens.values() if n > 1], default=0),
             kv_caches,
         )
         return ctx, torch.tensor([p for span in spans.values() for p in span]), spans

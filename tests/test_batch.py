@@ -52,6 +52,8 @@ def reference(seqs, num_tokens):
     width = max(len(seq.block_table) for seq in seqs)
     out["block_tables"] = [seq.block_table.tolist() + [0] * (width - len(seq.block_table)) for seq in seqs]
     out["num_decodes"] = list(num_tokens).count(1)
+    out["max_query_len"] = max([n for n in num_tokens if n > 1], default=0)
+    out["shared_prefixes"] = None
     return out
 
 
@@ -93,6 +95,8 @@ def test_a_decode_a_chunk_and_a_prefix_hit_by_hand():
         block_tables=[[5, 2, 8, 0], [1, 9, 0, 6], [5, 2, 3, 0]],
         sample_rows=[0, 7],
         num_decodes=1,
+        max_query_len=4,
+        shared_prefixes=None,
     )
 
 
@@ -103,7 +107,7 @@ def test_dtypes_are_those_that_the_model_asks_for():
             assert getattr(batch, name).dtype == np.int64
         for name in ("cu_seqlens_q", "context_lens", "block_tables"):
             assert getattr(batch, name).dtype == np.int32
-        assert type(batch.num_decodes) is int
+        assert type(batch.num_decodes) is type(batch.max_query_len) is int
 
 
 @settings(max_examples=200, deadline=None)
@@ -130,7 +134,38 @@ def test_the_fast_path_equals_the_general_one(step):
     fast, general = prepare_decode(seqs), prepare_prefill(seqs, [1] * len(seqs))
     assert as_lists(fast) == as_lists(general)
     assert all(getattr(fast, f.name).dtype == getattr(general, f.name).dtype
-               for f in dataclasses.fields(Batch) if f.name != "num_decodes")
+               for f in dataclasses.fields(Batch) if isinstance(getattr(fast, f.name), np.ndarray))
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps(decodes_only=True), st.integers(1, 4))
+def test_shared_prefixes_are_blocks_that_the_tables_share(step, num_tiles):
+    seqs, _ = step
+    batch, size = prepare_decode(seqs, num_tiles), seqs[0].block_size
+    shared, without = batch.shared_prefixes, prepare_decode(seqs)
+    batch.shared_prefixes = None
+    assert as_lists(batch) == as_lists(without)  # nothing else changes
+    if shared is None:
+        firsts = [seq.block_table[0] for seq in seqs if seq.num_tokens > size]
+        assert len(set(firsts)) == len(firsts)
+        return
+    assert shared.rows.shape[0] == len(shared.lens) == num_tiles and len(shared.starts) == len(seqs)
+    for rows, length in zip(shared.rows.tolist(), shared.lens.tolist()):
+        members = [row for row in rows if row >= 0]
+        assert bool(members) == (length > 0) and length % size == 0
+        assert len({tuple(seqs[row].block_table[: length // size]) for row in members}) <= 1
+        assert all(shared.starts[row] == length < seqs[row].num_tokens for row in members)
+
+
+def test_shared_prefixes_reach_the_device():
+    seqs = [make_seq([*range(8), 50 + i], [5, 2, 7 + i], computed=8, seq_id=i) for i in range(3)]
+    seqs.append(make_seq([1] * 6, [1, 0], computed=5))
+    batch = prepare_decode(seqs, num_shared_tiles=2)
+    shared = to_device(batch, "cpu")["shared_prefixes"]
+    assert type(shared) is type(batch.shared_prefixes) and all(t.dtype == torch.int32 for t in shared)
+    assert [row for row in shared.rows.flatten().tolist() if row >= 0] == [0, 1, 2]
+    assert shared.lens.tolist() == [8, 0] and shared.starts.tolist() == [8, 8, 8, 0]
+    assert prepare_decode(seqs[2:], num_shared_tiles=2).shared_prefixes is None
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
@@ -199,7 +234,7 @@ def test_on_the_cpu_tensors_share_the_arrays():
         tensors = to_device(batch, "cpu")
         sampling = to_device(prepare_sample(one_of_each()[0]), "cpu")
     for name, value in tensors.items():
-        if name == "num_decodes": assert value == 1
+        if not isinstance(getattr(batch, name), np.ndarray): assert value == getattr(batch, name)
         else: assert value.data_ptr() == getattr(batch, name).ctypes.data
     assert sampling["top_k"] is None and sampling["seeds"].dtype == torch.int64
 
@@ -212,7 +247,7 @@ def test_copies_arrive_on_the_gpu(device):
     tensors = [to_device(prepare_prefill(*one_of_each()), device) for _ in range(50)]
     for moved in tensors:
         for name, value in moved.items():
-            if name == "num_decodes": continue
+            if not isinstance(getattr(batch, name), np.ndarray): continue
             assert value.is_cuda and value.tolist() == getattr(batch, name).tolist()
 
 

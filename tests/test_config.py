@@ -1,6 +1,7 @@
 "Configs as transformers 4 and 5 write them, and options that are checked when they are set"
 import json
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import transformers
 from rigs import TINY
 from transformers import AutoConfig
 
+import minivllm.config as config_module
 from minivllm.config import (
     EngineConfig, ModelConfig, load_model_config, read_dtype, read_rope, read_sliding_window, resolve_dtype,
     resolve_max_model_len,
@@ -117,7 +119,8 @@ def test_end_tokens_are_a_list_whatever_the_file_says(tmp_path):  # F33
     dict(max_num_seqs=0), dict(block_size=0), dict(gpu_memory_utilization=1.5), dict(gpu_memory_utilization=0), dict(max_model_len=0),
     dict(num_kv_blocks=-1), dict(dtype="int8"), dict(scheduling_policy="fair"), dict(load_format="pt"), dict(device="tpu"), dict(seed=-1),
     dict(max_num_batched_tokens=1.5), dict(max_num_seqs=True), dict(enable_prefix_caching="no"), dict(skip_tokenizer_init=None),
-    dict(model=None), dict(model=""), dict(model=5), dict(tokenizer=5), dict(tokenizer=""),
+    dict(model=None), dict(model=""), dict(model=5), dict(tokenizer=5), dict(tokenizer=""), dict(attention_backend="triton2"),
+    dict(attention_backend=None),
 ])
 def test_a_value_out_of_range_names_option_and_value(options):  # F68
     (name, value), = options.items()
@@ -143,6 +146,44 @@ def test_an_unknown_option_suggests_the_nearest():  # F68
 def test_asking_for_an_absent_gpu_says_so():
     assert EngineConfig("model").device == "cpu"
     with pytest.raises(ValueError, match="no CUDA device"): EngineConfig("model", device="cuda")
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_its_number(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [config_module.resolve_device(device) for device in ("auto", "cuda", "cuda:1")] == ["cuda", "cuda", "cuda:1"]
+    for device in ("cuda:2", "cuda:10"):
+        with pytest.raises(ValueError, match=f"device='{device}'.*0 to 1"): config_module.resolve_device(device)
+
+
+def test_attention_on_the_cpu():
+    for name in ("auto", "torch"):
+        config = EngineConfig("model", device="cpu", attention_backend=name)
+        assert config.attention_backend == "torch" and config.block_size == 16
+    assert EngineConfig("model", device="cpu", block_size=5).block_size == 5
+    for name in ("triton", "flash_attn"):
+        with pytest.raises(ValueError, match=f"attention_backend='{name}' can't run on cpu"): EngineConfig("model", device="cpu", attention_backend=name)
+
+
+@pytest.mark.parametrize("capability, wish, chosen, block_size", [
+    ((9, 0), "auto", "triton", 64), ((8, 6), "triton", "triton", 64), ((9, 0), "torch", "torch", 16),
+    ((9, 0), "flash_attn", "flash_attn", 256), ((7, 5), "auto", "torch", 16),
+])
+def test_attention_on_a_gpu(capability, wish, chosen, block_size, monkeypatch):
+    from minivllm.kernels.common import can_launch
+    module = ModuleType("flash_attn")
+    module.flash_attn_with_kvcache = module.flash_attn_varlen_func = None
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setattr(config_module, "resolve_device", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    can_launch.cache_clear()
+    try:
+        config = EngineConfig("model", device="cuda", attention_backend=wish)
+        assert (config.attention_backend, config.block_size) == (chosen, block_size)
+        if chosen == "flash_attn":
+            assert EngineConfig("model", device="cuda", attention_backend=wish, block_size=512).block_size == 512
+            with pytest.raises(ValueError, match="block_size=64.*256"): EngineConfig("model", device="cuda", attention_backend=wish, block_size=64)
+    finally: can_launch.cache_clear()
 
 
 def test_max_model_len_is_the_models_or_less():

@@ -39,13 +39,21 @@ def rows(request, tmp_path_factory):
     return compile_kernels(tmp_path_factory.mktemp("kernels"), *options)
 
 
-@pytest.mark.parametrize("target", TARGETS, ids="sm_{}".format)
-@pytest.mark.parametrize("name", PACKAGE)
+@pytest.mark.parametrize("name, target", [
+    pytest.param(name, target, id=f"{name}-sm_{target}") for name in PACKAGE for target in LAUNCHERS[name].targets or TARGETS
+])
 def test_compiles_and_fits(rows, name, target):
     found = [row for row in rows if (row["op"], row["target"]) == (name, target)]
     assert found, "nothing was launched"
     complaints = [text for text in map(complaint, found) if text]
     assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize("target, instruction", [(80, "mma"), (90, "wgmma"), (100, "tcgen05"), (120, "mma")])
+def test_prefill_uses_the_matrix_units_of_its_generation(rows, target, instruction):
+    found = [row for row in rows if row["target"] == target and row["kernel"] in ("paged_prefill_kernel", "paged_prefill_hopper_kernel")]
+    found = [row for row in found if row["case"]["dtype"] != "float32"]
+    assert found and all(instruction in row["matrix"] for row in found)
 
 
 def modules():
@@ -62,6 +70,12 @@ def test_no_launcher_is_forgotten():
 def test_no_kernel_is_forgotten(rows):
     kernels = {name for module in modules() for name in vars(module) if name.endswith("_kernel") and not name.startswith("_")}
     assert kernels <= {row["kernel"] for row in rows}
+
+
+def test_the_kernel_for_hopper_uses_its_units(rows):
+    found = [row for row in rows if row["kernel"] == "paged_prefill_hopper_kernel"]
+    assert {row["target"] for row in found} == {90}
+    assert all(row["matrix"] == ["wgmma"] and row["loads"] == "TMA" and row["stack"] <= 64 for row in found), found
 
 
 # The checks bite
@@ -130,11 +144,11 @@ def test_sm_75_falls_back_to_torch(caplog):
         assert can_launch(device)
 
 
-@pytest.mark.parametrize("name", PACKAGE)
+@pytest.mark.parametrize("name", [name for name in PACKAGE if name.endswith("_triton")])
 @pytest.mark.parametrize("capability, expected", [(75, "torch"), (80, "triton")])
 def test_dispatchers_choose_by_capability(name, capability, expected, monkeypatch):
     one, op, called = LAUNCHERS[name], name.removesuffix("_triton"), []
-    module = importlib.import_module(one.module)
+    module = importlib.import_module(one.dispatcher or one.module)
     for kind in ("torch", "triton"):
         monkeypatch.setattr(module, f"{op}_{kind}", lambda *args, kind=kind, **kwargs: called.append(kind))
     with pretend_gpu(capability):

@@ -15,6 +15,7 @@ from minivllm.engine.block_manager import BlockManager
 from minivllm.engine.kv_pool import GIB
 from minivllm.engine.model_runner import ModelRunner, dummy_seqs, largest_step
 from minivllm.engine.sequence import Sequence
+from minivllm.layers.attention import ATTENTION_BACKENDS, FlashAttentionBackend, TritonAttentionBackend
 from minivllm.models.loader import CheckpointError
 from minivllm.sampling_params import SamplingParams
 
@@ -299,6 +300,85 @@ def test_an_unknown_backend_is_refused():
     with pytest.raises(ValueError, match="attention_backend='triton2'"): make_runner(attention_backend="triton2")
 
 
+def test_a_backend_that_can_not_run_the_model_is_refused_before_it_is_built(monkeypatch):
+    monkeypatch.setattr(model_runner, "get_attention_backend", lambda name, device: FlashAttentionBackend)
+    monkeypatch.setattr(model_runner, "build_model", None)
+    with pytest.raises(ValueError, match="flash_attn.*float32"): make_runner()
+
+
+# shared prefixes
+
+def shared_seqs(runner, num_seqs, num_shared=4):
+    "Decodes that begin with the same blocks"
+    manager = BlockManager(runner.num_kv_blocks, runner.block_size)
+    first, = admit(runner, manager, [*PROMPT[: 4 * num_shared], 1])
+    advance(runner, manager, [first], [4 * num_shared + 1])
+    others = admit(runner, manager, *([*PROMPT[: 4 * num_shared], 2 + i] for i in range(num_seqs - 1)))
+    for seq in others: advance(runner, manager, [seq], [1])
+    seqs = [first, *others]
+    for seq in seqs: manager.append(seq, seq.num_tokens)
+    return seqs
+
+
+@pytest.mark.parametrize("saved, expected", [(3 * 16, True), (3 * 16 + 1, False)])
+def test_a_prefix_is_shared_where_enough_bytes_are_not_read_again(saved, expected, monkeypatch):
+    runner = make_runner()
+    seqs = shared_seqs(runner, 4)
+    token_bytes = 2 * 2 * 16 * 4
+    monkeypatch.setattr(model_runner, "SHARED_PREFIX_BYTES", saved * token_bytes)
+    assert runner.prepare_decode(seqs)["shared_prefixes"] is None or runner.config.attention_backend == "triton"
+    runner.config.attention_backend = "triton"
+    shared = runner.prepare_decode(seqs)["shared_prefixes"]
+    assert (shared is not None) == expected
+    if expected: assert shared.lens.tolist() == [16, 0] and shared.starts.tolist() == [16] * 4
+    runner.config.enable_prefix_caching = False
+    assert runner.prepare_decode(seqs)["shared_prefixes"] is None
+
+
+def test_a_small_batch_is_not_looked_at(monkeypatch):
+    runner = make_runner()
+    seqs = shared_seqs(runner, 4)
+    runner.config.attention_backend = "triton"
+    monkeypatch.setattr(model_runner.batch, "find_shared_prefixes", None)
+    assert runner.prepare_decode(seqs)["shared_prefixes"] is None
+
+
+def test_shared_prefixes_change_no_token(monkeypatch):
+    "On the CPU the kernels are interpreted"
+    runner = make_runner()
+    expected = runner.run(shared_seqs(runner, 3), [1] * 3)
+    runner, used, decode = make_runner(), [], TritonAttentionBackend.decode
+    seqs = shared_seqs(runner, 3)
+    monkeypatch.setattr(model_runner, "SHARED_PREFIX_BYTES", 1)
+    monkeypatch.setattr(TritonAttentionBackend, "decode", lambda *args: used.append(args[3].shared_prefixes is not None) or decode(*args))
+    runner.config.attention_backend = "triton"
+    for layer in runner.model.model.layers: layer.self_attn.attn.backend = TritonAttentionBackend
+    assert runner.run(seqs, [1] * 3) == expected and used == [True, True]
+
+
+def test_kernels_are_launched_on_the_runners_device(monkeypatch):
+    "The start and every step; the CPU needs none of it"
+    current, seen = [], []
+
+    class Device:
+        def __init__(self, device): self.device = device
+        def __enter__(self): current.append(self.device)
+        def __exit__(self, *error): current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with model_runner.current_device("cpu"): assert current == []
+    with model_runner.current_device("cuda:1"): assert current == ["cuda:1"]
+    monkeypatch.setattr(model_runner, "current_device", lambda device: Device("cuda:1"))
+    for name in ("load_model", "choose_num_kv_blocks", "allocate_kv_cache", "run_model"):
+        method = getattr(ModelRunner, name)
+        monkeypatch.setattr(ModelRunner, name, lambda *args, name=name, method=method: seen.append((name, *current)) or method(*args))
+    runner = make_runner(device="cpu")
+    generate(runner, PROMPT, num_output_tokens=2)
+    assert [name for name, *_ in seen] == ["load_model", "choose_num_kv_blocks", "allocate_kv_cache", "run_model", "run_model"]
+    assert all(devices == ["cuda:1"] for _, *devices in seen) and current == []
+
+
 def test_exit_gives_everything_back_and_may_be_called_twice():
     runner = make_runner()
     refs = [weakref.ref(runner.model), weakref.ref(runner.kv_caches[0][0])]
@@ -347,6 +427,45 @@ def test_gpu_and_cpu_agree(name, device):
     runner = make_runner(name, device=device)
     assert generate(runner, PROMPT)[0] == generate(runner, PROMPT, budget=7)[0] == on_cpu
     assert all(tensor.is_cuda for tensor in (*runner.model.parameters(), *runner.model.buffers()))
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", RIGS)
+@pytest.mark.parametrize("block_size", [4, 16, 64])
+def test_triton_gives_the_tokens_of_torch(name, block_size):
+    "In float32; and transformers' own"
+    (_, reference), prompts = tiny_model(name), [PROMPT, list(range(7)), [3], list(range(100, 133))]
+    options = dict(block_size=block_size, num_kv_blocks=64, max_model_len=128)
+    runners = [make_runner(name, attention_backend=backend, **options) for backend in ("torch", "triton")]
+    for prompt in prompts:
+        by_torch, by_triton = (generate(runner, prompt, num_output_tokens=20)[0] for runner in runners)
+        assert by_triton == by_torch == generate(runners[1], prompt, budget=7, num_output_tokens=20)[0]
+        check_greedy(reference, prompt, by_triton)
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["torch", "triton", "flash_attn"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_logits_in_half_precision(name, backend, dtype):
+    "Against transformers' in float32: as near as the torch backend is, up to a factor of 2"
+    if ATTENTION_BACKENDS[backend].unavailable(torch.device("cuda")): pytest.skip(f"{backend} can't run here")
+    (_, reference), prompt = tiny_model(name), list(range(20, 120))
+    expected = reference_logits(reference, prompt)[-1].cpu()
+
+    def error(backend):
+        runner = make_runner(name, max_model_len=256, attention_backend=backend, dtype=dtype, block_size=256, num_kv_blocks=4)
+        logits = []
+        for budget in (100, 37):  # a prompt; chunks, and a decode at the end
+            seq, = admit(runner, BlockManager(4, 256), prompt)
+            while seq.num_uncomputed_tokens > 1: seq.num_computed_tokens += step(runner, seq, min(budget, seq.num_uncomputed_tokens - 1))[0]
+            logits.append(step(runner, seq, 1)[1])
+        return max((row.float().cpu() - expected).square().mean().sqrt().item() for row in logits)
+
+    def step(runner, seq, num_tokens):
+        return num_tokens, runner.run_model(runner.prepare_prefill([seq], [num_tokens]))[-1:].squeeze(0)
+
+    assert error(backend) <= 2 * error("torch")
 
 
 @needs_gpu

@@ -1,4 +1,5 @@
 "Prefill and decode over pages, against a float64 reference over plain tensors"
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,13 +8,24 @@ from paging import DEVICES, paged_batch, reference
 
 import minivllm.kernels.decode as decode_module
 import minivllm.kernels.prefill as prefill_module
-from minivllm.kernels.decode import paged_decode, paged_decode_torch, plan_decode
-from minivllm.kernels.prefill import causal_attention, paged_prefill, paged_prefill_torch
+from minivllm.kernels.decode import (
+    TILE_ROWS, SharedPrefixes, find_shared_prefixes, paged_decode, paged_decode_torch, paged_decode_triton, plan_decode,
+    shared_decode_torch,
+)
+from minivllm.kernels.prefill import causal_attention, paged_prefill_torch, paged_prefill_triton
+from minivllm.kernels.prefill_hopper import paged_prefill
 
 HEADS = [(9, 3, 64), (4, 2, 16), (4, 4, 16), (8, 1, 32), (14, 2, 80)]
-PREFILLS = [paged_prefill_torch, paged_prefill]
-DECODES = [paged_decode_torch, paged_decode]
+PREFILLS = [paged_prefill_torch, paged_prefill_triton, paged_prefill]
+DECODES = [paged_decode_torch, paged_decode_triton, paged_decode]
+DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
 on_devices = pytest.mark.parametrize("device", DEVICES)
+GPU = DEVICES[-1]  # where kernels run: interpreted, if there is none
+
+
+def can_run(function, device):
+    "Kernels are interpreted on the CPU, or compiled for the GPU: never both"
+    return device == GPU or not function.__name__.endswith("_triton")
 
 
 def decode_args(batch):
@@ -59,21 +71,186 @@ def test_decode(context_lens, shared, block_size, heads, seed):
 
 
 @on_devices
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize("dtype, tolerance", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
 def test_dtypes_and_devices(heads, dtype, tolerance, device):
     torch.manual_seed(0)
     queries, contexts, scale = [3, 20, 1, 16], [8, 20, 33, 64], heads[2] ** -0.5
     batch, plain = paged_batch(queries, contexts, 4, heads, device=device, dtype=dtype)
-    for prefill in PREFILLS:
+    for prefill in (function for function in PREFILLS if can_run(function, device)):
         out = prefill(*batch, scale)
         assert out.dtype == dtype
         close(out, reference(batch[0], queries, plain, scale), tolerance)
     batch, plain = paged_batch([1] * 4, contexts, 16, heads, device=device, dtype=dtype)
-    for decode in DECODES:
+    for decode in (function for function in DECODES if can_run(function, device)):
         out = decode(*decode_args(batch), scale)
         assert out.dtype == dtype
         close(out, reference(batch[0], [1] * 4, plain, scale), tolerance)
+
+
+# The Triton kernels: the same, at sizes that an interpreter can do
+
+small_options = dict(block_size=st.sampled_from([4, 16, 64]), heads=st.sampled_from([(9, 3, 16), (4, 4, 16), (8, 1, 32), (4, 2, 40)]),
+                     seed=st.integers(0, 1000))
+small_requests = st.lists(st.tuples(lengths, st.floats(0, 1)), min_size=1, max_size=3)
+
+
+@settings(deadline=None, max_examples=10)
+@given(requests=small_requests, shared=st.integers(0, 1), **small_options)
+def test_triton_prefill(requests, shared, block_size, heads, seed):
+    torch.manual_seed(seed)
+    context_lens = [n + shared * block_size for n, _ in requests]
+    query_lens = [max(1, round(n * share)) for n, share in requests]
+    batch, plain = paged_batch(query_lens, context_lens, block_size, heads, shared, device=GPU)
+    close(paged_prefill_triton(*batch, heads[2] ** -0.5), reference(batch[0], query_lens, plain, heads[2] ** -0.5))
+
+
+@settings(deadline=None, max_examples=10)
+@given(context_lens=st.lists(st.one_of(st.just(0), lengths), min_size=1, max_size=4), shared=st.integers(0, 1), **small_options)
+def test_triton_decode(context_lens, shared, block_size, heads, seed):
+    torch.manual_seed(seed)
+    batch, plain = paged_batch([1] * len(context_lens), context_lens, block_size, heads, shared, device=GPU)
+    check_decode(decode_args(batch), plain, heads[2] ** -0.5)
+
+
+def check_decode(args, plain, scale, tolerance=1e-5, **options):
+    "The kernel against float64; zeros for padding rows, and counters that are zero again"
+    q, context_lens = args[0], args[4].tolist()
+    arrived = torch.zeros(len(q) * args[1].shape[2], dtype=torch.int32, device=q.device)
+    out = paged_decode_triton(*args, scale, arrived=arrived, **options)
+    real = [i for i, n in enumerate(context_lens) if n > 0]
+    assert out.dtype == q.dtype and not arrived.any()
+    assert out[[i for i, n in enumerate(context_lens) if n == 0]].eq(0).all()
+    if real: close(out[real], reference(q[real], [1] * len(real), [plain[i] for i in real], scale), tolerance)
+
+
+AWKWARD = [1, 0, 15, 16, 17, 31, 33, 64, 65, 0]  # one token, padding rows, borders of pages and tiles
+RATIOS = [(2, 2, 16), (4, 2, 16), (3, 1, 16), (4, 1, 16), (6, 1, 16), (8, 1, 16), (9, 3, 16)]
+
+
+@pytest.mark.parametrize("heads, dtype, tolerance", [(heads, *DTYPES[0]) for heads in RATIOS] + [((9, 3, 16), *row) for row in DTYPES[1:]])
+def test_awkward_contexts(heads, dtype, tolerance):
+    torch.manual_seed(0)
+    batch, plain = paged_batch([1] * len(AWKWARD), AWKWARD, 16, heads, device=GPU, dtype=dtype)
+    check_decode(decode_args(batch), plain, 0.25, tolerance)
+    contexts, queries = [1, 16, 17, 65], [1, 16, 2, 33]
+    batch, plain = paged_batch(queries, contexts, 16, heads, device=GPU, dtype=dtype)
+    out = paged_prefill_triton(*batch, 0.25)
+    assert out.dtype == dtype
+    close(out, reference(batch[0], queries, plain, 0.25), tolerance)
+
+
+@pytest.mark.parametrize("head_dim, block_size", [(64, 16), (80, 32), (96, 64), (128, 128), (256, 256), (128, 16), (64, 256)])
+def test_head_dims_and_block_sizes(head_dim, block_size):
+    torch.manual_seed(0)
+    heads, scale = (2, 1, head_dim), head_dim**-0.5
+    contexts = [n for n in (block_size - 1, block_size, block_size + 1) if n < 140] or [100, 65]
+    queries = [n if i else 3 for i, n in enumerate(contexts)]
+    batch, plain = paged_batch(queries, contexts, block_size, heads, device=GPU, dtype=torch.bfloat16)
+    close(paged_prefill_triton(*batch, scale), reference(batch[0], queries, plain, scale), 2e-2)
+    batch, plain = paged_batch([1] * len(contexts), contexts, block_size, heads, device=GPU, dtype=torch.bfloat16)
+    check_decode(decode_args(batch), plain, scale, 2e-2)
+
+
+@pytest.mark.skipif(GPU != "cpu", reason="a GPU takes its own way")
+@pytest.mark.parametrize("dtype, tolerance", DTYPES[1:])
+@pytest.mark.parametrize("heads", [(3, 3, 64), (4, 1, 128), (2, 1, 256)])
+def test_by_descriptors(heads, dtype, tolerance, monkeypatch):
+    "As on sm_90 and later: the copy engine fetches tiles, whatever lies behind the context"
+    used = []
+    for module in (prefill_module, decode_module):
+        monkeypatch.setattr(module, "capability_of", lambda device: (9, 0))
+        describe = module.kv_descriptors
+        monkeypatch.setattr(module, "kv_descriptors", lambda *args, describe=describe: used.append(1) or describe(*args))
+    torch.manual_seed(0)
+    contexts, queries, scale = [1, 63, 64, 65, 130], [1, 60, 64, 2, 5], heads[2] ** -0.5
+    batch, plain = paged_batch(queries, contexts, 64, heads, dtype=dtype)
+    close(paged_prefill_triton(*batch, scale), reference(batch[0], queries, plain, scale), tolerance)
+    batch, plain = paged_batch([1] * 6, [*contexts, 0], 64, heads, dtype=dtype)
+    check_decode(decode_args(batch), plain, scale, tolerance)
+    assert len(used) == 2
+
+
+# Shared prefixes
+
+@st.composite
+def sharing_batches(draw):
+    "Block tables and lengths in which some requests begin alike, in families of different length"
+    size, rng = draw(st.sampled_from([4, 16])), np.random.default_rng(draw(st.integers(0, 10**6)))
+    families = [rng.permutation(range(100 * i + 1, 100 * i + 9))[: rng.integers(1, 5)] for i in range(draw(st.integers(1, 3)))]
+    tables, lens, fresh = [], [], 1000
+    for _ in range(draw(st.integers(1, 7))):
+        common = list(families[rng.integers(len(families))])
+        common = common[: rng.integers(0, len(common) + 1)]
+        own = int(rng.integers(1, 3 * size)) if rng.random() < 0.9 else 0
+        if not own: common = []  # a padding row
+        tables.append(common + list(range(fresh, fresh + -(-own // size))))
+        lens.append(len(common) * size + own)
+        fresh += 10
+    width = max(1, *map(len, tables))
+    return np.array([t + [0] * (width - len(t)) for t in tables], dtype=np.int32), np.array(lens, dtype=np.int32), size
+
+
+@settings(deadline=None, max_examples=150)
+@given(sharing_batches(), st.integers(1, 4))
+def test_found_prefixes(batch, num_tiles):
+    tables, lens, size = batch
+    found = find_shared_prefixes(tables, lens, size, num_tiles)
+    if found is None:
+        firsts = tables[lens > size, 0].tolist()
+        assert len(set(firsts)) == len(firsts)
+        return
+    rows, shared_lens, starts = found
+    assert rows.shape == (num_tiles, TILE_ROWS) and all(array.dtype == np.int32 for array in found)
+    placed = rows[rows >= 0].tolist()
+    assert len(set(placed)) == len(placed)  # nobody's prefix is counted twice
+    assert [i for i, start in enumerate(starts) if start] == sorted(placed)
+    for members, length in zip(rows, shared_lens.tolist()):
+        members = members[members >= 0]
+        assert (len(members) > 0) == (length > 0) and length % size == 0
+        if length:
+            assert (starts[members] == length).all() and (lens[members] > length).all()  # the newest token is one's own
+            assert len(np.unique(tables[members, : length // size], axis=0)) == 1
+            assert len(members) >= 2
+            longer = length // size + 1
+            # and no longer prefix is common to them, whole blocks of each
+            assert (lens[members] <= longer * size).any() or len(np.unique(tables[members, :longer], axis=0)) > 1
+
+
+@settings(deadline=None, max_examples=12)
+@given(sharing_batches(), st.integers(1, 4), st.sampled_from([(4, 2, 16), (9, 3, 16), (3, 3, 16)]))
+def test_shared_decode_is_plain_decode(batch, num_tiles, heads):
+    tables, lens, size = batch
+    found = find_shared_prefixes(tables, lens, size, num_tiles)
+    if found is None: return
+    shared = SharedPrefixes(*(torch.from_numpy(array).to(GPU) for array in found))
+    _, compact = np.unique(tables, return_inverse=True)  # a pool of the blocks in use
+    compact = compact.reshape(tables.shape)
+    k_cache, v_cache = torch.randn(2, compact.max() + 1, size, *heads[1:], device=GPU)
+    q = torch.randn(len(lens), heads[0], heads[2], device=GPU)
+    args = q, k_cache, v_cache, torch.from_numpy(compact).int().to(GPU), torch.from_numpy(lens).to(GPU), 0.25
+    expected = paged_decode_torch(*args).double()
+    close(shared_decode_torch(*args, shared), expected)
+    arrived = torch.zeros(len(lens) * heads[1], dtype=torch.int32, device=GPU)
+    for _ in range(2):  # the second layer finds the counters as the first did
+        close(paged_decode_triton(*args, shared, arrived), expected)
+    assert not arrived.any()
+    assert torch.allclose(paged_decode(*args, shared).double(), expected, atol=1e-5)
+
+
+def test_more_sharers_than_a_tile_has_rows():
+    torch.manual_seed(0)
+    num_seqs = TILE_ROWS + 3
+    tables = np.array([[1, 2, 3 + i] for i in range(num_seqs)], dtype=np.int32)
+    lens = np.array([9 + i % 4 for i in range(num_seqs)], dtype=np.int32)
+    assert find_shared_prefixes(tables, lens, 4, 1) is None  # no room for all of them
+    found = find_shared_prefixes(tables, lens, 4, 3)
+    assert found[1].tolist() == [8, 8, 0]
+    shared = SharedPrefixes(*(torch.from_numpy(array).to(GPU) for array in found))
+    caches = torch.randn(2, num_seqs + 3, 4, 1, 16, device=GPU)
+    args = torch.randn(num_seqs, 2, 16, device=GPU), *caches, torch.from_numpy(tables).to(GPU), torch.from_numpy(lens).to(GPU), 0.25
+    for decode in (shared_decode_torch, paged_decode_triton):
+        close(decode(*args, shared), paged_decode_torch(*args).double())
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

@@ -281,32 +281,31 @@ def trees():
 
 
 @pytest.fixture(scope="session")
-def numbers(notebooks):
-    "The number of the notebook that exports each module"
-    return {f"minivllm.{nb.default_exp}": nb.number for nb in notebooks if nb.default_exp}
+def places(notebooks):
+    "Where in reading order the notebook stands that exports each module"
+    return {f"minivllm.{nb.default_exp}": place for place, nb in enumerate(notebooks) if nb.default_exp}
 
 
-def test_modules_import_only_what_was_explained_before(trees, numbers):
-    "Strictly lower numbers, and so no cycles either"
+def test_modules_import_only_what_was_explained_before(trees, places, notebooks):
+    "Strictly earlier notebooks, and so no cycles either"
     found = []
-    for module in sorted(numbers.keys() & trees.keys()):
-        number = numbers[module]
+    for module in sorted(places.keys() & trees.keys()):
         for target in package_imports(trees[module], module):
-            if numbers.get(target, -1) >= number:
-                found.append(f"{module} ({number:02}) imports {target} ({numbers[target]:02})")
+            if places.get(target, -1) >= places[module]:
+                found.append(f"{module} ({notebooks[places[module]].name}) imports {target} ({notebooks[places[target]].name})")
     assert not found, report(found)
 
 
-def test_notebooks_import_only_what_was_explained_before(notebooks, numbers):
+def test_notebooks_import_only_what_was_explained_before(notebooks, places):
     "A notebook may import its own module, and the instruments at any time"
     found = []
-    for nb in notebooks:
+    for place, nb in enumerate(notebooks):
         if nb.number is None:
             continue
         for cell in nb.code_cells:
             for target in package_imports(parse(cell)):
-                if target not in INSTRUMENTS and numbers.get(target, -1) > nb.number:
-                    found.append(f"{nb.name} imports {target} ({numbers[target]:02})")
+                if target not in INSTRUMENTS and places.get(target, -1) > place:
+                    found.append(f"{nb.name} imports {target} ({notebooks[places[target]].name})")
     assert not found, report(found)
 
 
@@ -360,7 +359,11 @@ def test_notebooks_open_as_they_should(notebooks):
 
 
 def test_one_notebook_one_module(notebooks):
-    found = [f"number {n} is given twice" for n, times in Counter(nb.number for nb in notebooks).items() if times > 1]
+    found = [  # a second notebook of a number continues the first: its name too
+        f"{before.name} and {nb.name} have the same number"
+        for before, nb in zip(notebooks, notebooks[1:])
+        if before.number == nb.number and not nb.name.startswith(before.name.removesuffix(".ipynb") + "_")
+    ]
     exports = Counter(nb.default_exp for nb in notebooks if nb.default_exp)
     found += [f"{name} is the default_exp of {times} notebooks" for name, times in exports.items() if times > 1]
     for nb in notebooks:

@@ -577,10 +577,10 @@ def test_module_is_the_function():
 # --- the kernels
 
 
-@pytest.fixture(params=[(16, 64, 32), (64, 512, 256)], ids=["many tiles", "few tiles"])
-def tiles(request, monkeypatch):
-    "Tiles so small that a small vocabulary has many: several parts, full slots, short and long prefixes"
-    set_tiles(monkeypatch, *request.param)
+@pytest.fixture
+def tiles(monkeypatch):
+    "Tiles so small that a small vocabulary has many: several parts, short and long prefixes"
+    set_tiles(monkeypatch, 16, 128, 64)
 
 
 def set_tiles(monkeypatch, slots, scan, capacity):
@@ -605,13 +605,13 @@ def is_close_call(logits, temperature, top_k, top_p, min_p):
 
 
 @given(
-    st.lists(PARAMETERS, min_size=1, max_size=4),
-    st.sampled_from([1, 3, 40, 257, 1000]),
+    st.lists(PARAMETERS, min_size=1, max_size=3),
+    st.sampled_from([(1, 16, 64, 32), (3, 16, 64, 32), (257, 16, 64, 32), (640, 16, 256, 64), (1000, 16, 512, 256)]),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    st.sampled_from([(16, 64, 32), (16, 256, 128), (64, 512, 256)]),
 )
-@settings(max_examples=40, deadline=None)
-def test_kernels_draw_the_twins_tokens(requests, vocab_size, dtype, sizes):
+@settings(max_examples=25, deadline=None)
+def test_kernels_draw_the_twins_tokens(requests, sizes, dtype):
+    vocab_size, *sizes = sizes
     batch = make_batch(requests, vocab_size)
     batch["logits"] = batch["logits"].to(dtype)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -623,46 +623,47 @@ def test_kernels_draw_the_twins_tokens(requests, vocab_size, dtype, sizes):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("filters", [{}, {"top_k": 40}, {"top_k": 500}, {"top_p": 0.9}, {"min_p": 0.02}])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20}, {"top_k": 200}, {"top_p": 0.9}, {"min_p": 0.02}])
 def test_kernels_on_awkward_rows(device, filters, tiles):
-    n, generator = 6, torch.Generator().manual_seed(0)
-    wide = 3 * torch.randn(n, 1300, generator=generator)
+    n, generator = 2, torch.Generator().manual_seed(0)
+    wide = 3 * torch.randn(n, 520, generator=generator)
     excluded = wide.clone()
-    excluded[:, : 1200] = -torch.inf  # whole tiles and parts without a token
+    excluded[:, :512] = -torch.inf  # whole tiles and parts without a token
     for name, logits in {
         "contiguous": wide,
-        "odd size": wide[:, :1003].contiguous(),
-        "cut out": wide[:, 3:777],
+        "odd size": wide[:, :403].contiguous(),
+        "cut out": wide[:, 3:477],
         "every second row": wide.repeat_interleave(2, 0)[::2],
         "transposed": wide.T.contiguous().T,
         "one row for all": wide[:1].expand(n, -1),
         "ties": wide.round(),
-        "all equal": torch.zeros(n, 1300),
+        "all equal": torch.zeros(n, 520),
         "mostly excluded": excluded,
         "float64": wide.double(),
     }.items():
         keys = dict(seeds=torch.arange(n) * 2**33 + 1, positions=torch.arange(n) * 1000)
-        for temperature in (0.0, 0.7):
+        for temperature in (0.0, 0.7) if not filters else (0.7,):
             batch = dict(logits=logits, **rows(n, temperature=temperature, **filters), **keys)
             assert same_tokens(batch, device), (name, temperature)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-30, 1e-6, 1.0, 3.4e38])
+@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1.0, 3.4e38])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 1.0}])
+@pytest.mark.filterwarnings("ignore:overflow")  # of the interpreter
 def test_kernels_refuse_what_the_twin_refuses(device, temperature, filters, tiles):
-    logits = 3e3 * torch.randn(8, 700, generator=torch.Generator().manual_seed(0)).bfloat16().float()
-    logits[0, 650] = torch.nan
+    logits = 3e3 * torch.randn(8, 600, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    logits[0, 550] = torch.nan
     logits[1, 0] = torch.nan
     logits[2] = -torch.inf
     logits[3] = -torch.inf
-    logits[3, 699] = -5.0  # a single token is left
+    logits[3, 599] = -5.0  # a single token is left
     logits[4, 350] = torch.inf
     logits[5] = torch.nan
     logits[6, 1:] = -torch.inf
     batch = dict(logits=logits, **rows(8, temperature=temperature, **filters), seeds=torch.arange(8), positions=torch.arange(8))
     assert same_tokens(batch, device)
-    assert sample_torch(**batch).tolist()[:7] == [-1, -1, -1, 699, -1, -1, 0]
+    assert sample_torch(**batch).tolist()[:7] == [-1, -1, -1, 599, -1, -1, 0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -681,11 +682,11 @@ def test_kernels_read_parameters_that_are_not_contiguous(device, tiles):
 
 
 @given(st.lists(PARAMETERS, min_size=2, max_size=4), st.randoms(use_true_random=False))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_a_kernels_row_depends_on_itself_alone(requests, random):  # F32
-    batch = make_batch(requests, 500)
+    batch = make_batch(requests, 300)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        set_tiles(monkeypatch, 16, 64, 32)
+        set_tiles(monkeypatch, 16, 128, 64)
         together = sample_triton(**batch)
         order = random.sample(range(len(requests)), random.randint(1, len(requests)))
         assert torch.equal(sample_triton(**pick(batch, order)), together[order])
@@ -705,7 +706,7 @@ def test_parts_change_nothing(monkeypatch):
 def test_rivals_in_a_slot_are_looked_at(monkeypatch):
     "Equal logits in one slot's tiles: the winner is often not in the tile with the best bound"
     set_tiles(monkeypatch, 16, 64, 32)
-    n = 60
+    n = 20
     logits = torch.full((n, 1024), -50.0)
     logits[:, 20::256] = 0.0  # the same slot of all four tiles
     logits[:, 21::256] = 2.0

@@ -6,13 +6,14 @@
 __all__ = ['pad_block_tables', 'sampled_seqs', 'Batch', 'slots', 'prepare_prefill', 'prepare_decode', 'SamplingBatch',
            'prepare_sample', 'to_device']
 
-# %% ../../nbs/27_engine.batch.ipynb #ce93fe40
+# %% ../../nbs/27_engine.batch.ipynb #c3afef52
 from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
 from .sequence import Sequence
+from ..kernels.decode import SharedPrefixes, find_shared_prefixes
 
 # %% ../../nbs/27_engine.batch.ipynb #ca86c6f7
 def pad_block_tables(
@@ -40,7 +41,7 @@ def sampled_seqs(
     ends = [seq.num_computed_tokens + n for seq, n in zip(seqs, num_tokens)]
     return [i for i, (seq, end) in enumerate(zip(seqs, ends)) if end == seq.num_tokens]
 
-# %% ../../nbs/27_engine.batch.ipynb #ec52aa52
+# %% ../../nbs/27_engine.batch.ipynb #aa2bff38
 @dataclass
 class Batch:
     "One step's model inputs, on the host"
@@ -52,6 +53,8 @@ class Batch:
     block_tables: np.ndarray  # `[num_seqs, max_blocks]` int32, rows padded with 0
     sample_rows: np.ndarray   # `[num_sampled]` int64, the tokens whose logits are wanted
     num_decodes: int          # the first `num_decodes` sequences have one token each
+    max_query_len: int        # the most tokens that one of the others has; 0: there are none
+    shared_prefixes: SharedPrefixes | None = None  # arrays; None: not looked for, or none found
 
 # %% ../../nbs/27_engine.batch.ipynb #d7eae886
 def slots(
@@ -64,7 +67,7 @@ def slots(
     blocks = block_tables[rows, positions // block_size].astype(np.int64)
     return blocks * block_size + positions % block_size
 
-# %% ../../nbs/27_engine.batch.ipynb #70f669a4
+# %% ../../nbs/27_engine.batch.ipynb #25070ddf
 def prepare_prefill(
     seqs: list[Sequence],   # those with a single token first
     num_tokens: list[int],  # of each, in this step
@@ -92,27 +95,34 @@ def prepare_prefill(
         block_tables=block_tables,
         sample_rows=cu_seqlens_q[1:][sampled_seqs(seqs, num_tokens)] - 1,
         num_decodes=num_decodes,
+        max_query_len=int(counts[num_decodes:].max(initial=0)),
     )
 
-# %% ../../nbs/27_engine.batch.ipynb #9f48d227
+# %% ../../nbs/27_engine.batch.ipynb #df6e28ed
 def prepare_decode(
-    seqs: list[Sequence],  # each with all but its newest token computed
+    seqs: list[Sequence],       # each with all but its newest token computed
+    num_shared_tiles: int = 0,  # room for prefixes that sequences share; 0: they aren't looked for
 ) -> Batch:
     "The batch of a pure decode step: the newest token of each sequence"
     rows = np.arange(len(seqs))
     positions = np.array([seq.num_computed_tokens for seq in seqs])
     if (positions + 1 != [len(seq.token_ids) for seq in seqs]).any():
         raise ValueError("a sequence with more to compute than its newest token is no decode")
-    block_tables = pad_block_tables(seqs, positions + 1)
+    context_lens, block_size = (positions + 1).astype(np.int32), seqs[0].block_size
+    block_tables, shared = pad_block_tables(seqs, context_lens), None
+    if num_shared_tiles:
+        shared = find_shared_prefixes(block_tables, context_lens, block_size, num_shared_tiles)
     return Batch(
         token_ids=np.array([seq.token_ids[-1] for seq in seqs]),
         positions=positions,
-        slot_mapping=slots(block_tables, rows, positions, seqs[0].block_size),
+        slot_mapping=slots(block_tables, rows, positions, block_size),
         cu_seqlens_q=np.arange(len(seqs) + 1, dtype=np.int32),
-        context_lens=(positions + 1).astype(np.int32),
+        context_lens=context_lens,
         block_tables=block_tables,
         sample_rows=rows,
         num_decodes=len(seqs),
+        max_query_len=0,
+        shared_prefixes=shared and SharedPrefixes(*shared),
     )
 
 # %% ../../nbs/27_engine.batch.ipynb #0d37c603
@@ -144,13 +154,15 @@ def prepare_sample(
         **filters,
     )
 
-# %% ../../nbs/27_engine.batch.ipynb #681155d3
+# %% ../../nbs/27_engine.batch.ipynb #d8a93d5a
 def to_device(
     batch,        # a dataclass of arrays, such as `Batch`
     device: str,  # "cpu", "cuda", "cuda:1"
 ) -> dict:        # field -> tensor on `device`; what is no array is left as it is
     "The arrays as tensors; on a GPU by copies from pinned memory that nobody waits for"
     def move(value):
+        if isinstance(value, SharedPrefixes):
+            return SharedPrefixes(*map(move, value))
         if not isinstance(value, np.ndarray):
             return value
         tensor = torch.from_numpy(value)

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['GATHERED_BYTES', 'SHARED_PARTS', 'TILE_ROWS', 'DecodePlan', 'plan_group', 'plan_decode', 'attend_gathered',
-           'paged_decode_torch', 'attend_range', 'divide_work', 'merge_parts', 'merge_all', 'finish',
-           'paged_decode_kernel', 'shared_prefix_kernel', 'DecodeConfig', 'decode_config', 'SharedPrefixes',
-           'launch_shared_prefix', 'paged_decode_triton', 'attend_with_lse', 'shared_decode_torch', 'paged_decode',
-           'find_shared_prefixes']
+           'paged_decode_torch', 'divide_work', 'attend_range', 'merge_parts', 'merge_all', 'finish',
+           'paged_decode_kernel', 'DecodeConfig', 'decode_config', 'SharedPrefixes', 'paged_decode_triton',
+           'attend_with_lse', 'shared_decode_torch', 'best_sharing', 'find_shared_prefixes', 'shared_prefix_kernel',
+           'launch_shared_prefix', 'paged_decode']
 
 # %% ../../nbs/14_kernels.decode.ipynb #00cc3e6c
 from typing import NamedTuple
@@ -104,6 +104,26 @@ def paged_decode_torch(
     outs = [attend_gathered(a, k_cache, v_cache, group, scale) for a, group in zip(parts, plan)]
     return torch.cat(outs)
 
+# %% ../../nbs/14_kernels.decode.ipynb #a19efb77
+@triton.jit
+def divide_work(context_lens_ptr, starts_ptr, num_seqs, program, num_programs,
+                TILE: tl.constexpr, SEQS: tl.constexpr, SHARED: tl.constexpr):
+    "This program's share of all tiles: sequence, its tiles to skip, first and last tile of the share, its size"
+    i = tl.arange(0, SEQS)
+    real = i < num_seqs
+    lens = tl.load(context_lens_ptr + i, mask=real, other=0)
+    if SHARED:
+        lens -= tl.load(starts_ptr + i, mask=real, other=0)
+    tiles = tl.where(real, tl.maximum(tl.cdiv(lens, TILE), 1), 0)  # padding rows: one tile without keys
+    ends = tl.cumsum(tiles, 0)
+    all_tiles = tl.sum(tiles, 0)
+    share = tl.cdiv(all_tiles, num_programs)
+    position = program * share
+    before = ends <= position
+    seq = tl.sum(before.to(tl.int32), 0)
+    skip = position - tl.sum(tl.where(before, tiles, 0), 0)
+    return seq, skip, position, tl.minimum(position + share, all_tiles), share
+
 # %% ../../nbs/14_kernels.decode.ipynb #2c1928ba
 @triton.jit
 def attend_range(
@@ -130,26 +150,6 @@ def attend_range(
         acc, peak, total = attend_tile(acc, peak, total, q, k, v, seen, scale, True)
     total = tl.where(total > 0, total, 1.0)  # no keys: zeros, with a log-sum-exp of -inf
     return acc / total[:, None], peak + tl.log2(total)
-
-# %% ../../nbs/14_kernels.decode.ipynb #a19efb77
-@triton.jit
-def divide_work(context_lens_ptr, starts_ptr, num_seqs, program, num_programs,
-                TILE: tl.constexpr, SEQS: tl.constexpr, SHARED: tl.constexpr):
-    "This program's share of all tiles: sequence, its tiles to skip, first and last tile of the share, its size"
-    i = tl.arange(0, SEQS)
-    real = i < num_seqs
-    lens = tl.load(context_lens_ptr + i, mask=real, other=0)
-    if SHARED:
-        lens -= tl.load(starts_ptr + i, mask=real, other=0)
-    tiles = tl.where(real, tl.maximum(tl.cdiv(lens, TILE), 1), 0)  # padding rows: one tile without keys
-    ends = tl.cumsum(tiles, 0)
-    all_tiles = tl.sum(tiles, 0)
-    share = tl.cdiv(all_tiles, num_programs)
-    position = program * share
-    before = ends <= position
-    seq = tl.sum(before.to(tl.int32), 0)
-    skip = position - tl.sum(tl.where(before, tiles, 0), 0)
-    return seq, skip, position, tl.minimum(position + share, all_tiles), share
 
 # %% ../../nbs/14_kernels.decode.ipynb #767df9a1
 @triton.jit
@@ -273,45 +273,13 @@ def paged_decode_kernel(
         skip = 0
         seq += 1
 
-# %% ../../nbs/14_kernels.decode.ipynb #ee5f6639
-@triton.jit
-def shared_prefix_kernel(
-    q_ptr, k_ptr, v_ptr, parts_ptr, lse_ptr, block_tables_ptr, rows_ptr, shared_lens_ptr, scale,
-    q_stride, table_stride, num_seqs, first_part,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr,
-):
-    "One program: a part of a shared prefix, for all query heads of a KV head in `TILE_ROWS` sequences"
-    kv_head, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    shared_len = tl.load(shared_lens_ptr + tile)
-    if shared_len == 0:
-        return
-    share = tl.cdiv(tl.cdiv(shared_len, tl.num_programs(1)), TILE) * TILE
-    begin = tl.minimum(part * share, shared_len)
-    end = tl.minimum(begin + share, shared_len)
-    m, d = tl.arange(0, TILE_ROWS * HEADS), tl.arange(0, DIM)
-    seq, g = tl.load(rows_ptr + tile * TILE_ROWS + m // HEADS), m % HEADS
-    real = (seq >= 0) & (g < GROUP)
-    columns = real[:, None] & (d < HEAD_DIM)[None, :]
-    # the pages of any of the sequences will do
-    table_ptr = block_tables_ptr + tl.load(rows_ptr + tile * TILE_ROWS).to(tl.int64) * table_stride
-    block = tl.load(table_ptr + begin // BLOCK_SIZE, mask=begin < end, other=0)
-    within = (kv_head * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
-    q = tl.load(q_ptr + seq[:, None].to(tl.int64) * q_stride + within, mask=columns, other=0.0)
-    acc, lse = attend_range(q, k_ptr, v_ptr, table_ptr, block, kv_head, begin, end, scale,
-                            TILE_ROWS * HEADS, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, TILE, STAGES, DESCRIPTORS)
-    row = ((first_part + part * num_seqs + seq) * NUM_KV_HEADS + kv_head) * GROUP + g
-    tl.store(parts_ptr + row[:, None].to(tl.int64) * HEAD_DIM + d[None, :], acc, mask=columns)
-    tl.store(lse_ptr + row, lse, mask=real)
-
-# %% ../../nbs/14_kernels.decode.ipynb #d2ffaee5
+# %% ../../nbs/14_kernels.decode.ipynb #7981425e
 class DecodeConfig(NamedTuple):
     "How `paged_decode_kernel` is launched"
 
-    tile: int    # keys fetched at once
+    tile: int      # keys fetched at once
     warps: int
-    stages: int  # tiles in flight, and one
+    stages: int    # tiles in flight, and the one that is computed
     programs: int  # for each KV head
 
 
@@ -335,7 +303,7 @@ def decode_config(
     per_sm = 4 if num_seqs >= 64 else 2
     return DecodeConfig(tile, warps, stages, max(1, round(per_sm * num_sms / num_kv_heads)))
 
-# %% ../../nbs/14_kernels.decode.ipynb #204380f5
+# %% ../../nbs/14_kernels.decode.ipynb #4fd79bd9
 class SharedPrefixes(NamedTuple):
     "Which sequences of a batch begin with the same blocks, in tiles of sequences that are read together"
 
@@ -343,26 +311,15 @@ class SharedPrefixes(NamedTuple):
     lens: torch.Tensor    # `[num_tiles]` int32, tokens of the tile's prefix; 0: an unused tile
     starts: torch.Tensor  # `[num_seqs]` int32, tokens of each sequence that a tile takes care of
 
-# %% ../../nbs/14_kernels.decode.ipynb #abd82717
+
 SHARED_PARTS = 2  # programs that divide a shared prefix among them
 
-
-def launch_shared_prefix(q, k, v, parts, lse, block_tables, shared, first_part, scale, constants):
-    "Partial results of the shared prefixes, behind the other parts"
-    tile_rows, (num_seqs, num_heads, _) = shared.rows.shape[1], q.shape
-    num_kv_heads = constants["NUM_KV_HEADS"]
-    grid = num_kv_heads, SHARED_PARTS, len(shared.rows)
-    shared_prefix_kernel[grid](
-        q, k, v, parts, lse, block_tables, shared.rows, shared.lens, scale,
-        q.stride(0), block_tables.stride(0), num_seqs, first_part,
-        TILE_ROWS=tile_rows, STAGES=2, num_warps=4, **constants,
-    )
-
-# %% ../../nbs/14_kernels.decode.ipynb #83d6691f
+# %% ../../nbs/14_kernels.decode.ipynb #44b4cead
 def paged_decode_triton(
     q, k_cache, v_cache, block_tables, context_lens, scale,
     shared: SharedPrefixes | None = None,
     arrived: torch.Tensor | None = None,  # `[num_seqs * num_kv_heads]` int32 zeros, zero again afterwards
+    config: DecodeConfig | None = None,   # `decode_config` unless given
 ) -> torch.Tensor:
     "`paged_decode_torch`, every SM with an equal share; the same launches whatever the lengths are"
     num_seqs, num_heads, head_dim = q.shape
@@ -371,7 +328,8 @@ def paged_decode_triton(
     if num_seqs == 0:
         return out
     capability = capability_of(q.device)
-    config = decode_config(num_seqs, num_kv_heads, head_dim, q.element_size(), capability, num_sms(q.device))
+    if config is None:
+        config = decode_config(num_seqs, num_kv_heads, head_dim, q.element_size(), capability, num_sms(q.device))
     group, programs = num_heads // num_kv_heads, config.programs
     shared_parts = SHARED_PARTS if shared else 0
     num_parts = programs + num_seqs + shared_parts * num_seqs
@@ -396,7 +354,7 @@ def paged_decode_triton(
     )
     return out
 
-# %% ../../nbs/14_kernels.decode.ipynb #d9190e98
+# %% ../../nbs/14_kernels.decode.ipynb #985091ae
 def attend_with_lse(
     q: torch.Tensor,  # `[num_seqs, num_heads, head_dim]`
     k: torch.Tensor,  # `[num_keys, num_kv_heads, head_dim]`, seen by all of them
@@ -430,18 +388,22 @@ def shared_decode_torch(q, k_cache, v_cache, block_tables, context_lens, scale, 
             join([row], block_tables[row], start, lens[row])
     return out.to(q.dtype)
 
-# %% ../../nbs/14_kernels.decode.ipynb #ffffaa37
-def paged_decode(q, k_cache, v_cache, block_tables, context_lens, scale, shared=None, arrived=None):
-    "Decode attention over pages by the implementation for the device of `q`"
-    batch = q, k_cache, v_cache, block_tables, context_lens, scale
-    if can_launch(q.device):
-        return paged_decode_triton(*batch, shared, arrived)
-    return shared_decode_torch(*batch, shared) if shared else paged_decode_torch(*batch)
-
-# %% ../../nbs/14_kernels.decode.ipynb #5e1a325f
+# %% ../../nbs/14_kernels.decode.ipynb #af1968c4
 TILE_ROWS = 32  # sequences that read a shared prefix together
 
 
+def best_sharing(
+    tables: np.ndarray,  # `[n, max_blocks]`, sequences that begin with the same block
+    own: np.ndarray,     # `[n]`, blocks that each could share at most
+) -> tuple:              # positions of those that take part; blocks that they have in common
+    "Which of some sequences to read together, and how far: where most reads are saved"
+    same = tables == tables[0]
+    common = np.minimum(np.logical_and.accumulate(same, axis=1).sum(1), own)
+    order = np.argsort(-common, kind="stable")
+    count = int((common[order] * np.arange(len(order))).argmax()) + 1
+    return order[:count], int(common[order[count - 1]])
+
+# %% ../../nbs/14_kernels.decode.ipynb #a18c77e2
 def find_shared_prefixes(
     block_tables: np.ndarray,  # `[num_seqs, max_blocks]`
     context_lens: np.ndarray,  # `[num_seqs]`
@@ -456,13 +418,66 @@ def find_shared_prefixes(
     used = 0
     for which in np.argsort(-sizes, kind="stable"):
         members = np.flatnonzero((group == which) & (own > 0))
-        needed = -(-len(members) // TILE_ROWS)
+        if len(members) < 2:
+            continue
+        chosen, num_blocks = best_sharing(block_tables[members], own[members])
+        members, needed = members[chosen], -(-len(chosen) // TILE_ROWS)
         if len(members) < 2 or used + needed > num_tiles:
-            break
-        same = (block_tables[members] == block_tables[members[0]]).all(0)[: own[members].min()]
-        shared_len = block_size * int(same.argmin() if not same.all() else len(same))
-        starts[members] = shared_len
+            continue
+        starts[members] = num_blocks * block_size
         rows[used : used + needed].flat[: len(members)] = members
-        lens[used : used + needed] = shared_len
+        lens[used : used + needed] = num_blocks * block_size
         used += needed
     return (rows, lens, starts) if used else None
+
+# %% ../../nbs/14_kernels.decode.ipynb #ee5f6639
+@triton.jit
+def shared_prefix_kernel(
+    q_ptr, k_ptr, v_ptr, parts_ptr, lse_ptr, block_tables_ptr, rows_ptr, shared_lens_ptr, scale,
+    q_stride, table_stride, num_seqs, first_part,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):
+    "One program: a part of a shared prefix, for all query heads of a KV head in `TILE_ROWS` sequences"
+    kv_head, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    shared_len = tl.load(shared_lens_ptr + tile)
+    if shared_len == 0:
+        return
+    share = tl.cdiv(tl.cdiv(shared_len, tl.num_programs(1)), TILE) * TILE
+    begin = tl.minimum(part * share, shared_len)
+    end = tl.minimum(begin + share, shared_len)
+    m, d = tl.arange(0, TILE_ROWS * HEADS), tl.arange(0, DIM)
+    seq, g = tl.load(rows_ptr + tile * TILE_ROWS + m // HEADS), m % HEADS
+    real = (seq >= 0) & (g < GROUP)
+    columns = real[:, None] & (d < HEAD_DIM)[None, :]
+    # the pages of any of the sequences will do
+    table_ptr = block_tables_ptr + tl.load(rows_ptr + tile * TILE_ROWS).to(tl.int64) * table_stride
+    block = tl.load(table_ptr + begin // BLOCK_SIZE, mask=begin < end, other=0)
+    within = (kv_head * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
+    q = tl.load(q_ptr + seq[:, None].to(tl.int64) * q_stride + within, mask=columns, other=0.0)
+    acc, lse = attend_range(q, k_ptr, v_ptr, table_ptr, block, kv_head, begin, end, scale,
+                            TILE_ROWS * HEADS, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, TILE, STAGES, DESCRIPTORS)
+    row = ((first_part + part * num_seqs + seq) * NUM_KV_HEADS + kv_head) * GROUP + g
+    tl.store(parts_ptr + row[:, None].to(tl.int64) * HEAD_DIM + d[None, :], acc, mask=columns)
+    tl.store(lse_ptr + row, lse, mask=real)
+
+# %% ../../nbs/14_kernels.decode.ipynb #a7e78daf
+def launch_shared_prefix(q, k, v, parts, lse, block_tables, shared, first_part, scale, constants):
+    "Partial results of the shared prefixes, behind the other parts"
+    grid = constants["NUM_KV_HEADS"], SHARED_PARTS, len(shared.rows)
+    # an accumulator that would fill the registers of four warps
+    large = shared.rows.shape[1] * constants["HEADS"] * constants["DIM"] > 1 << 14
+    shared_prefix_kernel[grid](
+        q, k, v, parts, lse, block_tables, shared.rows, shared.lens, scale,
+        q.stride(0), block_tables.stride(0), len(q), first_part,
+        TILE_ROWS=shared.rows.shape[1], STAGES=1 if large else 2, num_warps=8 if large else 4, **constants,
+    )
+
+# %% ../../nbs/14_kernels.decode.ipynb #ffffaa37
+def paged_decode(q, k_cache, v_cache, block_tables, context_lens, scale, shared=None, arrived=None):
+    "Decode attention over pages by the implementation for the device of `q`"
+    batch = q, k_cache, v_cache, block_tables, context_lens, scale
+    if can_launch(q.device):
+        return paged_decode_triton(*batch, shared, arrived)
+    return shared_decode_torch(*batch, shared) if shared else paged_decode_torch(*batch)

@@ -101,7 +101,7 @@ def gather_pages(
     num_blocks = -(-context_len // cache.shape[1])
     return cache[block_table[:num_blocks]].flatten(0, 1)[:context_len]
 
-# %% ../../nbs/11_kernels.kv_cache.ipynb #f5f077d5
+# %% ../../nbs/11_kernels.kv_cache.ipynb #4cc48902
 def norm_rope_store_torch(
     qkv: torch.Tensor,           # `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`
     positions: torch.Tensor,     # `[num_tokens]` int64
@@ -116,14 +116,17 @@ def norm_rope_store_torch(
     "Normalise and rotate queries and keys, store keys and values, return the queries"
     num_kv_heads, head_dim = k_cache.shape[2:]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-    heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, head_dim))
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    if q_weight is not None:
-        q, k = rms_norm_torch(q, q_weight, eps), rms_norm_torch(k, k_weight, eps)
+    sizes, heads = [num_heads, num_kv_heads], qkv.unflatten(1, (-1, head_dim))
+    qk, v = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
     cos_sin = cos_sin.index_select(0, positions)
-    q, k = apply_rotary_torch(q, cos_sin), apply_rotary_torch(k, cos_sin)
+    if q_weight is None:
+        q, k = apply_rotary_torch(qk, cos_sin).split(sizes, dim=1)  # both in one pass
+    else:
+        q, k = qk.split(sizes, dim=1)
+        q = apply_rotary_torch(rms_norm_torch(q, q_weight, eps), cos_sin)
+        k = apply_rotary_torch(rms_norm_torch(k, k_weight, eps), cos_sin)
     store_kv_torch(k, v, k_cache, v_cache, slot_mapping)
-    return q.contiguous()
+    return q
 
 # %% ../../nbs/11_kernels.kv_cache.ipynb #eb659e1c
 @triton.jit

@@ -99,7 +99,7 @@ def add_rms_norm_triton(launch, dtype, size, tokens):
     launch(x, residual, empty(size, dtype=dtype), 1e-6)
 
 
-@launcher("minivllm.layers.sampler", vocab_size=(151936, 49152, 32001, 100), rows=(256, 1), filters=("", "kpm", "k", "p", "m", "kp"))
+@launcher("minivllm.layers.sampler", vocab_size=(151936, 49152, 32001, 100), rows=(256, 1), filters=("", "kpm", "k", "p"))
 def sample_triton(launch, dtype, vocab_size, rows, filters):
     seeds, positions, top_k = integers(3, rows, dtype=torch.int64)
     temperature, top_p, min_p = empty(3, rows, dtype=torch.float32)

@@ -354,6 +354,7 @@ def test_backends_agree_on_a_gpu(dtype, tolerance):
     real = [0, 2, 3]
     expected = reference(torch.cat((q[:1], q[2:])), [1, 1, 300], [plain_kv[i] for i in real], heads[2] ** -0.5)
     for backend in installed_backends():
+        if backend is FlashAttentionBackend and dtype == torch.float16: continue  # a build may have one of the two
         layer = make_layer(heads, backend=backend)
         out = layer.attend(q, *caches, replace(ctx))
         assert out[1].eq(0).all(), backend

@@ -182,8 +182,8 @@ def sharing_batches(draw):
     for _ in range(draw(st.integers(1, 7))):
         common = list(families[rng.integers(len(families))])
         common = common[: rng.integers(0, len(common) + 1)]
-        own = int(rng.integers(1, 3 * size)) if rng.random() < 0.9 else 0
-        if not own: common = []  # a padding row
+        own = int(rng.integers(0, 3 * size)) if rng.random() < 0.9 else 0
+        if rng.random() < 0.2: common, own = [], 0  # a padding row
         tables.append(common + list(range(fresh, fresh + -(-own // size))))
         lens.append(len(common) * size + own)
         fresh += 10

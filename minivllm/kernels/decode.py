@@ -104,17 +104,17 @@ def paged_decode_torch(
     outs = [attend_gathered(a, k_cache, v_cache, group, scale) for a, group in zip(parts, plan)]
     return torch.cat(outs)
 
-# %% ../../nbs/14_kernels.decode.ipynb #a19efb77
+# %% ../../nbs/14_kernels.decode.ipynb #54869a6a
 @triton.jit
 def divide_work(context_lens_ptr, starts_ptr, num_seqs, program, num_programs,
                 TILE: tl.constexpr, SEQS: tl.constexpr, SHARED: tl.constexpr):
-    "This program's share of all tiles: sequence, its tiles to skip, first and last tile of the share, its size"
+    "This program's share of all tiles: sequence, its tiles to skip, first and last tile, size of a share"
     i = tl.arange(0, SEQS)
     real = i < num_seqs
     lens = tl.load(context_lens_ptr + i, mask=real, other=0)
     if SHARED:
         lens -= tl.load(starts_ptr + i, mask=real, other=0)
-    tiles = tl.where(real, tl.maximum(tl.cdiv(lens, TILE), 1), 0)  # padding rows: one tile without keys
+    tiles = tl.where(real, tl.maximum(tl.cdiv(lens, TILE), 1), 0)  # a padding row: an empty tile
     ends = tl.cumsum(tiles, 0)
     all_tiles = tl.sum(tiles, 0)
     share = tl.cdiv(all_tiles, num_programs)
@@ -124,14 +124,14 @@ def divide_work(context_lens_ptr, starts_ptr, num_seqs, program, num_programs,
     skip = position - tl.sum(tl.where(before, tiles, 0), 0)
     return seq, skip, position, tl.minimum(position + share, all_tiles), share
 
-# %% ../../nbs/14_kernels.decode.ipynb #2c1928ba
+# %% ../../nbs/14_kernels.decode.ipynb #06774696
 @triton.jit
 def attend_range(
     q, k_ptr, v_ptr, table_ptr, block, kv_head, begin, end, scale,
     ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):
-    "Attention of `q` `[ROWS, DIM]` over keys begin .. end: the result, and its log-sum-exp in base 2"
+    "Attention of `q` `[ROWS, DIM]` over keys begin .. end: output, and log-sum-exp in base 2"
     acc = tl.zeros((ROWS, DIM), tl.float32)
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -151,14 +151,14 @@ def attend_range(
     total = tl.where(total > 0, total, 1.0)  # no keys: zeros, with a log-sum-exp of -inf
     return acc / total[:, None], peak + tl.log2(total)
 
-# %% ../../nbs/14_kernels.decode.ipynb #767df9a1
+# %% ../../nbs/14_kernels.decode.ipynb #12ab3324
 @triton.jit
 def merge_parts(
     acc, peak, total, parts_ptr, lse_ptr, first, step, num_parts, kv_head,
     GROUP: tl.constexpr, ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
 ):
-    "Rows first, first + step, ... of the partial results, taken into a running `acc`, `peak`, `total`"
+    "Partial results first, first + step, ..., taken into a running `acc`, `peak`, `total`"
     i, g, d = tl.arange(0, PARTS), tl.arange(0, ROWS), tl.arange(0, DIM)
     for start in range(0, num_parts, PARTS):
         part = first + (start + i) * step
@@ -178,7 +178,7 @@ def merge_parts(
         peak = new_peak
     return acc, peak, total
 
-# %% ../../nbs/14_kernels.decode.ipynb #4d9c3c11
+# %% ../../nbs/14_kernels.decode.ipynb #a07bfd6f
 @triton.jit
 def merge_all(
     out_ptr, parts_ptr, lse_ptr, seq, num_seqs, kv_head, first, num_parts, first_shared, has_shared,
@@ -190,17 +190,18 @@ def merge_all(
     acc = tl.zeros((HEADS, DIM), tl.float32)
     peak = tl.full((HEADS,), -float("inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
-    acc, peak, total = merge_parts(acc, peak, total, parts_ptr, lse_ptr, first, 1, num_parts, kv_head,
-                                   GROUP, HEADS, NUM_KV_HEADS, HEAD_DIM, DIM, PARTS)
+    acc, peak, total = merge_parts(acc, peak, total, parts_ptr, lse_ptr, first, 1, num_parts,
+                                   kv_head, GROUP, HEADS, NUM_KV_HEADS, HEAD_DIM, DIM, PARTS)
     if SHARED_PARTS > 0:
         parts = tl.where(has_shared, SHARED_PARTS, 0)
-        acc, peak, total = merge_parts(acc, peak, total, parts_ptr, lse_ptr, first_shared, num_seqs, parts, kv_head,
-                                       GROUP, HEADS, NUM_KV_HEADS, HEAD_DIM, DIM, SHARED_PARTS)
+        acc, peak, total = merge_parts(acc, peak, total, parts_ptr, lse_ptr, first_shared, num_seqs,
+                                       parts, kv_head, GROUP, HEADS, NUM_KV_HEADS, HEAD_DIM, DIM,
+                                       SHARED_PARTS)
     out = round_to(acc / total[:, None], out_ptr.dtype.element_ty)
     real = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(out_ptr + g[:, None] * HEAD_DIM + d[None, :], out, mask=real)
 
-# %% ../../nbs/14_kernels.decode.ipynb #62324d11
+# %% ../../nbs/14_kernels.decode.ipynb #094f5e0e
 @triton.jit
 def finish(
     acc, lse, out_ptr, parts_ptr, lse_ptr, arrived_ptr, seq, num_seqs, kv_head,
@@ -208,7 +209,7 @@ def finish(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
 ):
-    "Store what a program found for a sequence: all there is, or a part, which the last to arrive merges"
+    "Store what a program found for a sequence: all there is, or a part; the last to arrive merges"
     g, d = tl.arange(0, ROWS), tl.arange(0, DIM)
     real = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     out_ptr += seq.to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM) + kv_head * GROUP * HEAD_DIM
@@ -216,8 +217,9 @@ def finish(
     if num_parts == 1:
         if SHARED_PARTS > 0:
             parts = tl.where(has_shared, SHARED_PARTS, 0)
-            acc, lse, total = merge_parts(acc, lse, total, parts_ptr, lse_ptr, first_shared + seq, num_seqs, parts,
-                                          kv_head, GROUP, ROWS, NUM_KV_HEADS, HEAD_DIM, DIM, SHARED_PARTS)
+            acc, lse, total = merge_parts(acc, lse, total, parts_ptr, lse_ptr, first_shared + seq,
+                                          num_seqs, parts, kv_head, GROUP, ROWS, NUM_KV_HEADS,
+                                          HEAD_DIM, DIM, SHARED_PARTS)
         out = round_to(acc / total[:, None], out_ptr.dtype.element_ty)
         tl.store(out_ptr + g[:, None] * HEAD_DIM + d[None, :], out, mask=real)
     else:
@@ -229,17 +231,18 @@ def finish(
         counter = arrived_ptr + seq * NUM_KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
             tl.store(counter, 0)  # ready for the next layer
-            merge_all(out_ptr, parts_ptr, lse_ptr, seq, num_seqs, kv_head, first_program + seq, num_parts,
-                      first_shared + seq, has_shared, NUM_KV_HEADS, GROUP, HEADS, HEAD_DIM, DIM, PARTS, SHARED_PARTS)
+            merge_all(out_ptr, parts_ptr, lse_ptr, seq, num_seqs, kv_head, first_program + seq,
+                      num_parts, first_shared + seq, has_shared, NUM_KV_HEADS, GROUP, HEADS,
+                      HEAD_DIM, DIM, PARTS, SHARED_PARTS)
 
-# %% ../../nbs/14_kernels.decode.ipynb #1478b931
+# %% ../../nbs/14_kernels.decode.ipynb #760464c0
 @triton.jit
 def paged_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, lse_ptr, arrived_ptr,
     block_tables_ptr, context_lens_ptr, starts_ptr, scale, q_stride, table_stride, num_seqs,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    SEQS: tl.constexpr, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr, SEQS: tl.constexpr, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):
     "One program: an equal share of the tiles of all contexts, for the query heads of one KV head"
     kv_head, program, num_programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -263,7 +266,8 @@ def paged_decode_kernel(
         taken = tl.minimum(stop - position, tiles - skip)
         end = tl.minimum(begin + taken * TILE, context_len)
         acc, lse = attend_range(q, k_ptr, v_ptr, table_ptr, block, kv_head, begin, end, scale,
-                                ROWS, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, TILE, STAGES, DESCRIPTORS)
+                                ROWS, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, TILE, STAGES,
+                                DESCRIPTORS)
         first_program = (position - skip) // share
         num_parts = (position - skip + tiles - 1) // share - first_program + 1
         finish(acc, lse, out_ptr, parts_ptr, lse_ptr, arrived_ptr, seq, num_seqs, kv_head,
@@ -303,9 +307,9 @@ def decode_config(
     per_sm = 4 if num_seqs >= 64 else 2
     return DecodeConfig(tile, warps, stages, max(1, round(per_sm * num_sms / num_kv_heads)))
 
-# %% ../../nbs/14_kernels.decode.ipynb #4fd79bd9
+# %% ../../nbs/14_kernels.decode.ipynb #8c8a6ff5
 class SharedPrefixes(NamedTuple):
-    "Which sequences of a batch begin with the same blocks, in tiles of sequences that are read together"
+    "Which sequences of a batch begin with the same blocks, in tiles that are read together"
 
     rows: torch.Tensor    # `[num_tiles, tile_rows]` int32, sequences of one prefix; -1 fills up
     lens: torch.Tensor    # `[num_tiles]` int32, tokens of the tile's prefix; 0: an unused tile
@@ -314,11 +318,11 @@ class SharedPrefixes(NamedTuple):
 
 SHARED_PARTS = 2  # programs that divide a shared prefix among them
 
-# %% ../../nbs/14_kernels.decode.ipynb #44b4cead
+# %% ../../nbs/14_kernels.decode.ipynb #ee337ac5
 def paged_decode_triton(
     q, k_cache, v_cache, block_tables, context_lens, scale,
     shared: SharedPrefixes | None = None,
-    arrived: torch.Tensor | None = None,  # `[num_seqs * num_kv_heads]` int32 zeros, zero again afterwards
+    arrived: torch.Tensor | None = None,  # `[num_seqs * num_kv_heads]` int32, zeros before and after
     config: DecodeConfig | None = None,   # `decode_config` unless given
 ) -> torch.Tensor:
     "`paged_decode_torch`, every SM with an equal share; the same launches whatever the lengths are"
@@ -329,7 +333,8 @@ def paged_decode_triton(
         return out
     capability = capability_of(q.device)
     if config is None:
-        config = decode_config(num_seqs, num_kv_heads, head_dim, q.element_size(), capability, num_sms(q.device))
+        batch = num_seqs, num_kv_heads, head_dim, q.element_size()
+        config = decode_config(*batch, capability, num_sms(q.device))
     group, programs = num_heads // num_kv_heads, config.programs
     shared_parts = SHARED_PARTS if shared else 0
     num_parts = programs + num_seqs + shared_parts * num_seqs
@@ -340,17 +345,21 @@ def paged_decode_triton(
     descriptors = takes_descriptors(k_cache, config.tile, capability)
     k, v = kv_descriptors(k_cache, v_cache, config.tile) if descriptors else (k_cache, v_cache)
     constants = dict(
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, HEADS=triton.next_power_of_2(group), HEAD_DIM=head_dim,
-        DIM=triton.next_power_of_2(head_dim), BLOCK_SIZE=block_size, TILE=config.tile, DESCRIPTORS=descriptors,
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, HEADS=triton.next_power_of_2(group),
+        HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=block_size, TILE=config.tile, DESCRIPTORS=descriptors,
     )
+    starts = context_lens  # not looked at
     if shared:
-        launch_shared_prefix(q, k, v, parts, lse, block_tables, shared, programs + num_seqs, scale * LOG2E, constants)
+        starts, first_part = shared.starts, programs + num_seqs
+        pointers = q, k, v, parts, lse, block_tables
+        launch_shared_prefix(*pointers, shared, first_part, scale * LOG2E, constants)
     most_parts = min(32, max(4, triton.next_power_of_2(programs // num_seqs + 1)))
     paged_decode_kernel[num_kv_heads, programs](
-        q, k, v, out, parts, lse, arrived, block_tables, context_lens, shared.starts if shared else context_lens,
+        q, k, v, out, parts, lse, arrived, block_tables, context_lens, starts,
         scale * LOG2E, q.stride(0), block_tables.stride(0), num_seqs,
-        ROWS=max(16, triton.next_power_of_2(group)), STAGES=config.stages, SEQS=triton.next_power_of_2(num_seqs),
-        PARTS=most_parts, SHARED_PARTS=shared_parts, num_warps=config.warps, **constants,
+        ROWS=max(16, triton.next_power_of_2(group)), SEQS=triton.next_power_of_2(num_seqs),
+        STAGES=config.stages, PARTS=most_parts, SHARED_PARTS=shared_parts, num_warps=config.warps, **constants,
     )
     return out
 
@@ -430,7 +439,7 @@ def find_shared_prefixes(
         used += needed
     return (rows, lens, starts) if used else None
 
-# %% ../../nbs/14_kernels.decode.ipynb #ee5f6639
+# %% ../../nbs/14_kernels.decode.ipynb #6e0f9386
 @triton.jit
 def shared_prefix_kernel(
     q_ptr, k_ptr, v_ptr, parts_ptr, lse_ptr, block_tables_ptr, rows_ptr, shared_lens_ptr, scale,
@@ -439,7 +448,7 @@ def shared_prefix_kernel(
     DIM: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):
-    "One program: a part of a shared prefix, for all query heads of a KV head in `TILE_ROWS` sequences"
+    "One program: a part of a shared prefix, for the heads of a KV head in `TILE_ROWS` sequences"
     kv_head, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     shared_len = tl.load(shared_lens_ptr + tile)
     if shared_len == 0:
@@ -457,12 +466,13 @@ def shared_prefix_kernel(
     within = (kv_head * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_ptr + seq[:, None].to(tl.int64) * q_stride + within, mask=columns, other=0.0)
     acc, lse = attend_range(q, k_ptr, v_ptr, table_ptr, block, kv_head, begin, end, scale,
-                            TILE_ROWS * HEADS, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, TILE, STAGES, DESCRIPTORS)
+                            TILE_ROWS * HEADS, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, TILE, STAGES,
+                            DESCRIPTORS)
     row = ((first_part + part * num_seqs + seq) * NUM_KV_HEADS + kv_head) * GROUP + g
     tl.store(parts_ptr + row[:, None].to(tl.int64) * HEAD_DIM + d[None, :], acc, mask=columns)
     tl.store(lse_ptr + row, lse, mask=real)
 
-# %% ../../nbs/14_kernels.decode.ipynb #a7e78daf
+# %% ../../nbs/14_kernels.decode.ipynb #2952080c
 def launch_shared_prefix(q, k, v, parts, lse, block_tables, shared, first_part, scale, constants):
     "Partial results of the shared prefixes, behind the other parts"
     grid = constants["NUM_KV_HEADS"], SHARED_PARTS, len(shared.rows)
@@ -471,7 +481,8 @@ def launch_shared_prefix(q, k, v, parts, lse, block_tables, shared, first_part, 
     shared_prefix_kernel[grid](
         q, k, v, parts, lse, block_tables, shared.rows, shared.lens, scale,
         q.stride(0), block_tables.stride(0), len(q), first_part,
-        TILE_ROWS=shared.rows.shape[1], STAGES=1 if large else 2, num_warps=8 if large else 4, **constants,
+        TILE_ROWS=shared.rows.shape[1], STAGES=1 if large else 2, num_warps=8 if large else 4,
+        **constants,
     )
 
 # %% ../../nbs/14_kernels.decode.ipynb #ffffaa37

@@ -398,19 +398,14 @@ def race_kernel(
         tl.store(score_ptr + index * parts + part, score)
         tl.store(winner_ptr + index * parts + part, winner)
 
-# %% ../../nbs/10_layers.sampler.ipynb #cbdf43dd
+# %% ../../nbs/10_layers.sampler.ipynb #40731301
 @triton.jit
 def merge_kernel(
-    temperature_ptr, top_k, top_p, min_p, peak_ptr, score_ptr, winner_ptr, token_ids_ptr,
-    vocab_size, parts, MAX_PARTS: tl.constexpr,
+    temperature_ptr, peak_ptr, score_ptr, winner_ptr, token_ids_ptr, parts, MAX_PARTS: tl.constexpr
 ):
     "The first among the winners of a row's parts"
     index, part = tl.program_id(0), tl.arange(0, MAX_PARTS)
     temperature = tl.load(temperature_ptr + index).to(tl.float32)
-    k, p, floor, asks = filters_of(index, top_k, top_p, min_p, vocab_size)
-    drawn = temperature > 0
-    if drawn & asks:
-        return
     here, there = index * parts + part, part < parts
     peak = tl.load(peak_ptr + here, mask=there, other=-float("inf"))
     score = tl.load(score_ptr + here, mask=there, other=0.0)
@@ -419,7 +414,7 @@ def merge_kernel(
     usable = (highest > -float("inf")) & (highest < float("inf"))
     # scores are relative to their part's peak: now all to the highest
     highest = tl.where(usable, highest, 0)
-    score += tl.div_rn(peak - highest, tl.where(drawn, temperature, 1.0))
+    score += tl.div_rn(peak - highest, tl.where(temperature > 0, temperature, 1.0))
     winner = tl.min(tl.where(score == tl.max(score, 0), ids, NO_ID), 0)
     tl.store(token_ids_ptr + index, tl.where(usable, winner, -1).to(tl.int64))
 
@@ -664,7 +659,7 @@ def filter_kernel(
             )
         tl.store(token_ids_ptr + index, token_id.to(tl.int64))
 
-# %% ../../nbs/10_layers.sampler.ipynb #e01407ef
+# %% ../../nbs/10_layers.sampler.ipynb #b9769a2f
 SCAN, CAPACITY, FILTER_WARPS = 4096, 2048, 16
 
 
@@ -691,12 +686,11 @@ def sample_triton(
     parts = race_parts(num_rows, tiles, num_processors(logits.device))
     peak, score = torch.empty(2, num_rows, parts, dtype=torch.float32, device=logits.device)
     winner = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
-    of_parts = peak, score, winner, token_ids, vocab_size
-    race_kernel[num_rows, parts](*rows, *of_parts, SLOTS, GROUPS, num_warps=RACE_WARPS)
+    of_parts = peak, score, winner, token_ids
+    race_kernel[num_rows, parts](*rows, *of_parts, vocab_size, SLOTS, GROUPS, num_warps=RACE_WARPS)
     if parts > 1:
-        merge_kernel[(num_rows,)](
-            temperature, *filters, *of_parts, parts, triton.next_power_of_2(tiles), num_warps=1
-        )
+        max_parts = triton.next_power_of_2(tiles)
+        merge_kernel[(num_rows,)](temperature, *of_parts, parts, max_parts, num_warps=1)
     if any(x is not None for x in filters):
         lists = torch.empty(num_rows, CAPACITY, dtype=torch.int32, device=logits.device)
         filter_kernel[(num_rows,)](

@@ -1,0 +1,153 @@
+"The decode kernels (interpreted, or on a GPU) against their twin and a float64 reference"
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import minivllm.kernels.decode as decode_module
+from minivllm.kernels.decode import SharedPrefixes, find_shared_prefixes, paged_decode_torch, paged_decode_triton, shared_decode_torch
+
+from paging import paged_batch, reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on the CPU the kernels are interpreted
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+def batch_of(lens, block_size, heads, shared=0, dtype=torch.float32, seed=0):
+    "Arguments of a decode, and the float64 result: zeros for padding rows"
+    torch.manual_seed(seed)
+    (q, k_cache, v_cache, tables, _, context_lens), plain = paged_batch([1] * len(lens), lens, block_size, heads, shared, device=DEVICE, dtype=dtype)
+    exact = torch.zeros(q.shape, dtype=torch.float64, device=DEVICE)
+    kept = [row for row, n in enumerate(lens) if n]
+    if kept:
+        exact[kept] = reference(q[kept], [1] * len(kept), [plain[row] for row in kept], heads[2] ** -0.5)
+    return (q, k_cache, v_cache, tables, context_lens, heads[2] ** -0.5), exact
+
+
+def find(args, num_tiles):
+    found = find_shared_prefixes(args[3].cpu().numpy(), args[4].cpu().numpy(), args[1].shape[1], num_tiles)
+    return found and SharedPrefixes(*(torch.from_numpy(array).to(DEVICE) for array in found))
+
+
+@pytest.mark.parametrize("lens, block_size, heads", [
+    ([1], 16, (4, 4, 16)),
+    ([15, 16, 17, 0, 31, 32, 33], 16, (4, 2, 16)),
+    ([63, 64, 65, 130], 64, (9, 3, 64)),
+    ([300, 1, 0, 0, 5], 16, (8, 1, 16)),
+    ([7, 2], 1, (2, 1, 16)),
+    ([129, 70], 128, (14, 2, 80)),
+    ([0, 0], 16, (4, 2, 16)),
+])
+def test_awkward_shapes(lens, block_size, heads):
+    args, exact = batch_of(lens, block_size, heads)
+    assert (paged_decode_triton(*args).double() - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_half_precision_and_descriptors(dtype, capability, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(decode_module, "capability_of", lambda device: capability)
+    args, exact = batch_of([70, 0, 128, 1], 64, (4, 2, 64), dtype=dtype)
+    out = paged_decode_triton(*args)
+    assert out.dtype == dtype and (out.double() - exact).abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 3, 7, 40])
+def test_any_number_of_programs(num_programs):
+    "From one program for everything to more than there are tiles; the counters are zero again"
+    args, exact = batch_of([65, 3, 0, 200], 16, (4, 2, 16))
+    arrived = torch.zeros(4 * 2, dtype=torch.int32, device=DEVICE)
+    config = decode_module.decode_config(4, 2, 16, 4, (8, 0), 4)._replace(programs=num_programs)
+    out = paged_decode_triton(*args, arrived=arrived, config=config)
+    assert (out.double() - exact).abs().max() < 1e-5
+    assert arrived.eq(0).all()
+    assert torch.equal(paged_decode_triton(*args, arrived=arrived, config=config), out)
+
+
+def test_no_requests_and_a_slice_of_packed_queries():
+    args, exact = batch_of([5, 20], 16, (4, 2, 16))
+    packed = torch.cat((args[0], torch.full((2, 3, 16), torch.nan, device=DEVICE)), 1)[:, :4]
+    assert (paged_decode_triton(packed, *args[1:]).double() - exact).abs().max() < 1e-5
+    nothing = paged_decode_triton(args[0][:0], *args[1:3], args[3][:0], args[4][:0], 1.0)
+    assert nothing.shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize("lens, shared, dtype", [
+    ([33, 60, 0, 40, 34, 5], 2, torch.float32),
+    ([33, 60, 0, 40, 34, 5], 2, torch.bfloat16),
+    ([17] * 3 + [16], 1, torch.float32),  # the last one can't share its only block
+])
+def test_shared_prefixes(lens, shared, dtype):
+    args, exact = batch_of(lens, 16, (4, 2, 16), shared, dtype)
+    prefixes = find(args, 2)
+    assert prefixes.starts.sum() > 0
+    arrived = torch.zeros(len(lens) * 2, dtype=torch.int32, device=DEVICE)
+    for out in (paged_decode_triton(*args, prefixes, arrived), shared_decode_torch(*args, prefixes)):
+        assert (out.double() - exact).abs().max() < TOLERANCE[dtype]
+    assert arrived.eq(0).all()
+
+
+def test_more_rows_than_a_tile(monkeypatch):
+    monkeypatch.setattr(decode_module, "TILE_ROWS", 16)
+    args, exact = batch_of([20 + i for i in range(20)], 16, (2, 2, 16), 1)
+    prefixes = find(args, 4)
+    assert prefixes.lens.tolist() == [16, 16, 0, 0]
+    assert (paged_decode_triton(*args, prefixes).double() - exact).abs().max() < 1e-5
+
+
+def brute_force_saving(tables, own):
+    "The most block reads that one group with the same first block can save"
+    best = 0
+    for size in range(2, len(tables) + 1):
+        for group in itertools.combinations(range(len(tables)), size):
+            common = 0
+            while common < min(own[i] for i in group) and len({tables[i][common] for i in group}) == 1:
+                common += 1
+            best = max(best, (size - 1) * common)
+    return best
+
+
+def test_find_shared_prefixes():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        n, block_size = int(rng.integers(1, 6)), 4
+        tables, lens = np.zeros((n, 5), dtype=np.int32), rng.integers(0, 21, n).astype(np.int32)
+        for row in range(n):  # blocks are equal only behind equal blocks, as in a prefix cache
+            path = 0
+            for column in range(5):
+                path = path * 3 + int(rng.integers(1, 3))
+                tables[row, column] = path
+        found = find_shared_prefixes(tables, lens, block_size, 3)
+        if found is None:
+            assert brute_force_saving(tables.tolist(), ((lens - 1) // block_size).tolist()) == 0
+            continue
+        rows, shared, starts = found
+        members = [row[row >= 0].tolist() for row in rows]
+        assert sorted(sum(members, [])) == np.flatnonzero(starts).tolist()  # nobody twice, nobody forgotten
+        for group, num_tokens in zip(members, shared.tolist()):
+            assert bool(group) == bool(num_tokens) and len(group) != 1
+            for seq in group:
+                assert starts[seq] == num_tokens < lens[seq]
+                assert (tables[seq][: num_tokens // block_size] == tables[group[0]][: num_tokens // block_size]).all()
+        for first in set(tables[:, 0]):
+            same = np.flatnonzero((tables[:, 0] == first) & (lens > 0))
+            saved = sum((len(g) - 1) * t // block_size for g, t in zip(members, shared.tolist()) if g and g[0] in same)
+            assert saved == brute_force_saving(tables[same].tolist(), ((lens[same] - 1) // block_size).tolist())
+
+
+def test_launches_know_nothing_of_the_lengths(monkeypatch):
+    "The grid and every number of a launch are the same for all lengths: what a CUDA graph records is right for every step"
+    launches = []
+
+    class Recorded:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launches.append((grid, [a for a in args if not isinstance(a, torch.Tensor)], options))
+
+    monkeypatch.setattr(decode_module, "paged_decode_kernel", Recorded())
+    for lens in ([1, 1, 1], [60, 0, 7], [64, 64, 64]):
+        args, _ = batch_of(lens, 16, (4, 2, 16))
+        tables = torch.zeros(3, 8, dtype=torch.int32, device=DEVICE)
+        paged_decode_triton(*args[:3], tables, *args[4:])
+    assert launches[0] == launches[1] == launches[2]

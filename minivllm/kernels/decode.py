@@ -235,14 +235,15 @@ def finish(
                       num_parts, first_shared + seq, has_shared, NUM_KV_HEADS, GROUP, HEADS,
                       HEAD_DIM, DIM, PARTS, SHARED_PARTS)
 
-# %% ../../nbs/14_kernels.decode.ipynb #760464c0
+# %% ../../nbs/14_kernels.decode.ipynb #022461de
 @triton.jit
 def paged_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, lse_ptr, arrived_ptr,
     block_tables_ptr, context_lens_ptr, starts_ptr, scale, q_stride, table_stride, num_seqs,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, SEQS: tl.constexpr, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    STAGES: tl.constexpr, SEQS: tl.constexpr, PARTS: tl.constexpr,
+    SHARED_PARTS: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):
     "One program: an equal share of the tiles of all contexts, for the query heads of one KV head"
     kv_head, program, num_programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)

@@ -6,10 +6,10 @@
 __all__ = ['QUERY_TILE', 'LOG2E', 'causal_attention', 'paged_prefill_torch', 'load_kv_tile', 'attend_tile', 'find_tile',
            'paged_prefill_kernel', 'launch_config', 'kv_descriptors', 'takes_descriptors', 'paged_prefill_triton']
 
-# %% ../../nbs/13_kernels.prefill.ipynb #0eb41092
+# %% ../../nbs/13_kernels.prefill.ipynb #5d694d3e
 import torch
 
-from .common import TensorDescriptor, can_launch, capability_of, dot, round_to, tl, triton
+from .common import TensorDescriptor, can_launch, capability_of, dot, round_to, size_class, tl, triton
 from .kv_cache import gather_pages
 
 # %% ../../nbs/13_kernels.prefill.ipynb #11c7db79
@@ -118,8 +118,11 @@ def find_tile(cu_seqlens_ptr, tile, num_seqs, BLOCK_M: tl.constexpr, SEQS: tl.co
     seq = tl.sum((ends <= tile).to(tl.int32), 0)
     return tl.minimum(seq, num_seqs), tile - tl.max(tl.where(i < seq, ends, 0), 0)
 
-# %% ../../nbs/13_kernels.prefill.ipynb #f250f180
-@triton.jit
+# %% ../../nbs/13_kernels.prefill.ipynb #942ce308
+@triton.jit(  # what differs from step to step must not be compiled anew
+    do_not_specialize=["table_stride", "num_seqs"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "cu_seqlens_ptr", "context_lens_ptr"],
+)
 def paged_prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, block_tables_ptr, cu_seqlens_ptr, context_lens_ptr, scale,
     q_stride, table_stride, num_seqs,
@@ -194,7 +197,7 @@ def takes_descriptors(k_cache, tile, capability):
     shape_fits = block_size % tile == 0 and head_dim in (64, 128, 256) and k_cache.dtype.itemsize == 2
     return capability >= (9, 0) and shape_fits
 
-# %% ../../nbs/13_kernels.prefill.ipynb #3702ff71
+# %% ../../nbs/13_kernels.prefill.ipynb #e0c85718
 def paged_prefill_triton(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, scale):
     "`paged_prefill_torch` in one kernel; a step of any mixture, no wait for the device"
     num_tokens, num_heads, head_dim = q.shape
@@ -214,6 +217,6 @@ def paged_prefill_triton(q, k_cache, v_cache, block_tables, cu_seqlens_q, contex
         q.stride(0), block_tables.stride(0), num_seqs,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         DIM=triton.next_power_of_2(head_dim), BLOCK_SIZE=block_size,
-        SEQS=triton.next_power_of_2(num_seqs), DESCRIPTORS=descriptors, **config,
+        SEQS=size_class(num_seqs), DESCRIPTORS=descriptors, **config,
     )
     return out

@@ -9,13 +9,13 @@ __all__ = ['BLOCK_M', 'BLOCK_N', 'STAGES', 'copy_in', 'tile_blocks', 'copy_tile'
            'plan_prefill', 'paged_prefill_hopper_kernel', 'is_hopper', 'fits_hopper', 'paged_prefill_hopper',
            'paged_prefill']
 
-# %% ../../nbs/13_kernels.prefill_hopper.ipynb #73d6ef22
+# %% ../../nbs/13_kernels.prefill_hopper.ipynb #ae1b6d01
 import functools
 import math
 
 import torch
 
-from .common import MissingTriton, can_launch, capability_of, tl, triton
+from .common import MissingTriton, can_launch, capability_of, size_class, tl, triton
 from .prefill import LOG2E, paged_prefill_torch, paged_prefill_triton
 
 # %% ../../nbs/13_kernels.prefill_hopper.ipynb #cfed6c8f
@@ -306,8 +306,11 @@ def consume(
         hand_back(k, tile)
         hand_back(v, tile)
 
-# %% ../../nbs/13_kernels.prefill_hopper.ipynb #b6d18098
-@triton.jit(do_not_specialize=["num_seqs", "num_tiles"])
+# %% ../../nbs/13_kernels.prefill_hopper.ipynb #1485812f
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_tiles"],
+    do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "context_lens_ptr"],
+)
 def plan_prefill_kernel(
     plan_ptr, cu_seqlens_q_ptr, context_lens_ptr, num_seqs, num_tiles,
     BLOCK_M: tl.constexpr, SEQS: tl.constexpr, CHUNK: tl.constexpr,
@@ -339,7 +342,7 @@ def plan_prefill_kernel(
             tile = start + t
             tl.store(plan_ptr + tile * 4 + 3, tl.zeros_like(tile), mask=tile < num_tiles)
 
-# %% ../../nbs/13_kernels.prefill_hopper.ipynb #55911c68
+# %% ../../nbs/13_kernels.prefill_hopper.ipynb #c95bc3cf
 def plan_prefill(
     cu_seqlens_q: torch.Tensor,  # `[num_seqs + 1]`, where each request's queries begin and end
     context_lens: torch.Tensor,  # `[num_seqs]`, keys that each request's last query sees
@@ -352,12 +355,12 @@ def plan_prefill(
     plan = torch.empty(num_tiles, 4, dtype=torch.int32, device=cu_seqlens_q.device)
     plan_prefill_kernel[(num_seqs + 1,)](
         plan, cu_seqlens_q, context_lens, num_seqs, num_tiles,
-        BLOCK_M=BLOCK_M, SEQS=max(2, triton.next_power_of_2(num_seqs)), CHUNK=128,
+        BLOCK_M=BLOCK_M, SEQS=size_class(num_seqs), CHUNK=128,
     )
     return plan
 
-# %% ../../nbs/13_kernels.prefill_hopper.ipynb #fb6463ee
-@gluon.jit(do_not_specialize=["table_stride"])
+# %% ../../nbs/13_kernels.prefill_hopper.ipynb #6ef6f927
+@gluon.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables_ptr"])
 def paged_prefill_hopper_kernel(
     q_desc, k_desc, v_desc, out_ptr, plan_ptr, tables_ptr, table_stride, scale,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr,

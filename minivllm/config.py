@@ -256,7 +256,7 @@ def resolve_device(
         raise ValueError(f"device={device!r}: the CUDA devices here are numbered 0 to {count - 1}")
     return device
 
-# %% ../nbs/16_config.ipynb #083d624d
+# %% ../nbs/16_config.ipynb #c4aa9b07
 @dataclass
 class EngineConfig:
     "Options of an engine, each checked when it is set"
@@ -274,6 +274,7 @@ class EngineConfig:
     num_kv_blocks: int | None = None  # blocks of the KV pool; None takes what fits
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory that this engine may use
     enable_prefix_caching: bool = True
+    async_scheduling: bool = True  # on a GPU: a step is prepared while the one before it runs
     scheduling_policy: str = "mixed"  # or "prefill_first"
     # "torch", "triton", "flash_attn"; "auto" takes Triton where its kernels can run, else torch
     attention_backend: str = "auto"
@@ -290,7 +291,7 @@ class EngineConfig:
         for name in ("max_model_len", "block_size", "num_kv_blocks"):
             if getattr(self, name) is not None:
                 setattr(self, name, check_range(name, getattr(self, name), 1))
-        for name in ("skip_tokenizer_init", "enable_prefix_caching"):
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling"):
             check_choice(name, getattr(self, name), (True, False))
         self.seed = check_range("seed", self.seed, 0, 2**63 - 1)
         share = self.gpu_memory_utilization

@@ -212,7 +212,7 @@ def test_aborting_and_closing_from_within_a_stream(folder, alone):
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("step", [1, 2, 5])
 def test_an_interrupted_call_leaves_nothing(llm, alone, error, step):
-    run, calls = llm.engine.runner.run, 0
+    run, calls = llm.engine.runner.launch, 0
 
     def failing(*args):
         nonlocal calls
@@ -220,7 +220,7 @@ def test_an_interrupted_call_leaves_nothing(llm, alone, error, step):
         if calls == step: raise error("now")
         return run(*args)
 
-    llm.engine.runner.run = failing
+    llm.engine.runner.launch = failing
     with pytest.raises(error): llm.generate(PROMPTS, GREEDY)
     check_answers(llm, alone)
     calls = 0
@@ -262,12 +262,12 @@ def test_ctrl_c_twice(llm, alone, monkeypatch):
 
     def failing(*args): raise KeyboardInterrupt
 
-    run = llm.engine.runner.run
+    run = llm.engine.runner.launch
     with monkeypatch.context() as patch:
         patch.setattr(LLMEngine, "abort_request", interrupted)
-        llm.engine.runner.run = failing
+        llm.engine.runner.launch = failing
         with pytest.raises(KeyboardInterrupt): llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    llm.engine.runner.run = run
+    llm.engine.runner.launch = run
     check_answers(llm, alone)
 
 
@@ -287,13 +287,13 @@ def test_an_interrupt_while_prompts_are_queued(llm, alone, monkeypatch):
 
 def test_a_failing_call_leaves_a_stream_alone(llm, alone):
     "The call that fails gives up its own requests; the stream goes on"
-    run, broken = llm.engine.runner.run, False
+    run, broken = llm.engine.runner.launch, False
 
     def failing(*args):
         if broken: raise RuntimeError("now")
         return run(*args)
 
-    llm.engine.runner.run = failing
+    llm.engine.runner.launch = failing
     for n, output in enumerate(llm.stream(PROMPTS[0], GREEDY)):
         broken = n == 3
         if broken:

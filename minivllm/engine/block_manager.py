@@ -42,7 +42,7 @@ class Block:
         self.ref_count = 1
         self.hash = self.token_ids = self.content_id = self.parent_id = None
 
-# %% ../../nbs/26_engine.block_manager.ipynb #6c4252f7
+# %% ../../nbs/26_engine.block_manager.ipynb #46c73b06
 class BlockManager:
     "Gives blocks to sequences, shares equal prefixes, recycles what was unused for longest"
 
@@ -171,13 +171,15 @@ class BlockManager:
     def cache_full_blocks(
         self,
         seq: Sequence,
-        num_computed_before: int,  # tokens that had been computed before this step
+        num_computed_before: int,  # tokens that had been computed before a step
+        num_computed: int | None = None,  # and after it; None: as many as are computed now
     ):
         "Index the blocks that a step has filled: all their K/V is computed now"
         if not self.enable_prefix_caching:
             return
-        first = num_computed_before // self.block_size
-        for i in range(first, seq.num_computed_tokens // self.block_size):
+        if num_computed is None:
+            num_computed = seq.num_computed_tokens
+        for i in range(num_computed_before // self.block_size, num_computed // self.block_size):
             block = self.blocks[seq.block_table[i]]
             block.hash, block.token_ids = self.block_hash(seq, i), seq.block(i)
             block.parent_id = self.blocks[seq.block_table[i - 1]].content_id if i else NO_PARENT

@@ -6,7 +6,7 @@
 __all__ = ['split_prompt', 'load_tokenizer', 'chat_end_token_ids', 'end_token_ids', 'Request', 'EngineStats', 'uninterrupted',
            'takes_engine_options', 'LLMEngine']
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #02401c6d
+# %% ../../nbs/34_engine.llm_engine.ipynb #8d8a66a8
 import copy
 import dataclasses
 import inspect
@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 import warnings
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -146,7 +147,7 @@ def takes_engine_options(init):
     init.__signature__ = inspect.Signature([first, model, *keywords])
     return check_option_names(init)
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #22562bbc
+# %% ../../nbs/34_engine.llm_engine.ipynb #2040540f
 class LLMEngine:
     "Tokenizer, scheduler and runner behind four calls: add_request, step, abort_request, exit"
 
@@ -182,6 +183,9 @@ class LLMEngine:
         self.requests = {}     # request_id -> Request, the unfinished
         self.request_ids = {}  # seq_id -> request_id
         self.undelivered = []  # outputs that nobody has received yet
+        self.in_flight = deque()  # steps without results yet: (step, LaunchedStep, prompt tokens)
+        # how many the host doesn't wait for; on a CPU it does the work itself, and can't run ahead
+        self.steps_ahead = int(config.async_scheduling and config.device != "cpu")
         self.stats = EngineStats()
         self.seq_ids, self.random = count(), random.Random(config.seed)
 
@@ -252,34 +256,49 @@ class LLMEngine:
     # a step
 
     def step(self) -> list[RequestOutput]:
-        "Schedule, run, postprocess; outputs of who ended or, unless final_only, got a token"
+        "Launch a step, take the results of one; outputs of who ended or, unless final_only, got a token"
         self.check_open()
+        while len(self.in_flight) > self.steps_ahead:
+            self.resolve()  # the wait for its results was interrupted
         with uninterrupted():
             step = self.scheduler.schedule()
             self.note_first_step(step)
         if step.seqs:
-            self.execute(step)
+            self.launch(step)
+        # with nothing to launch there is nothing to run ahead with
+        if len(self.in_flight) > (self.steps_ahead if step.seqs else 0):
+            self.resolve()
         outputs, self.undelivered = self.undelivered, []
         return outputs
 
-    def execute(self, step: SchedulerOutput):
-        "The work of a step, and what follows from it"
+    def launch(self, step: SchedulerOutput):
+        "Send a step on its way"
         # of each sequence, the part of this step's tokens that belongs to the prompt
-        in_prompt = [
+        in_prompt = sum(
             min(n, max(0, seq.num_prompt_tokens - seq.num_computed_tokens))
             for seq, n in zip(step.seqs, step.num_tokens)
-        ]
+        )
+        previous = self.in_flight[-1][1] if self.in_flight else None
         # if this raises, the step has not happened: nothing is counted, and the next one repeats it
-        token_ids = self.runner.run(step.seqs, step.num_tokens)
-        # a request that was aborted while the model ran has had its last output
+        launched = self.runner.launch(step.seqs, step.num_tokens, previous)
+        with uninterrupted():
+            self.scheduler.advance(step)
+            self.in_flight.append((step, launched, in_prompt))
+
+    def resolve(self):
+        "Wait for the results of the oldest step on its way, and take them"
+        step, launched, in_prompt = self.in_flight[0]
+        token_ids = launched.wait()
+        # a request that was aborted in the meantime, or ended by the token before, has had its last output
         sampled = [
             seq for seq, token_id in zip(step.seqs, token_ids)
             if token_id >= 0 and seq.seq_id in self.request_ids
         ]
         with uninterrupted():
-            finished = self.scheduler.postprocess(step, token_ids)
+            self.in_flight.popleft()
+            finished = self.scheduler.resolve(step, token_ids)
             self.stats.num_steps += 1
-            self.stats.num_prompt_tokens += sum(in_prompt)
+            self.stats.num_prompt_tokens += in_prompt
             self.stats.num_output_tokens += len(sampled)
             self.collect_outputs(sampled, finished)
 
@@ -363,5 +382,6 @@ class LLMEngine:
             for request_id in list(self.requests):
                 self.abort_request(request_id)
             self.undelivered.clear()
+            self.in_flight.clear()
             self.runner.exit()
             self.runner = None

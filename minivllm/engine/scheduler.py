@@ -12,19 +12,21 @@ from dataclasses import dataclass, field
 from .block_manager import BlockManager
 from .sequence import Sequence, SequenceStatus
 
-# %% ../../nbs/32_engine.scheduler.ipynb #227a2cf7
+# %% ../../nbs/32_engine.scheduler.ipynb #972477ff
 @dataclass
 class SchedulerOutput:
     "The work of one step: who runs, and with how many tokens"
     seqs: list[Sequence] = field(default_factory=list)       # those with a single token first
     num_tokens: list[int] = field(default_factory=list)      # of each, in this step
     preempted: list[Sequence] = field(default_factory=list)  # back in the queue, blocks lost
+    # of each, once launched: its computed tokens after the step, and its admission
+    launched: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
 
-# %% ../../nbs/32_engine.scheduler.ipynb #7e1345bb
+# %% ../../nbs/32_engine.scheduler.ipynb #4e2d7f82
 POLICIES = ("mixed", "prefill_first")
 
 
@@ -48,11 +50,12 @@ class Scheduler:
         self.policy = policy
         self.waiting = deque()  # in order of arrival, the preempted in front
         self.running = deque()  # in the order in which they are served
+        self.ending = set()     # only their last token is missing, and it is on its way
         self.num_admissions = 0
         self.num_preemptions = 0
 
     def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.ending)
 
     def add(self, seq: Sequence):
         "Queue a sequence; one that can never run is a ValueError with need and capacity"
@@ -155,39 +158,67 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
         self.running.append(seq)
 
-    def postprocess(
+    def advance(self, step: SchedulerOutput):
+        "A step was launched: count what it computes, keep a place for each token that it brings"
+        for seq, n in zip(step.seqs, step.num_tokens):
+            if seq.is_finished:  # aborted since
+                step.launched.append((-1, -1))
+                continue
+            end = seq.num_computed_tokens = seq.num_computed_tokens + n
+            step.launched.append((end, seq.admission))
+            if end == len(seq.token_ids):  # else a chunk, which brings nothing
+                seq.append_unknown_token()
+                if end + 1 >= seq.max_num_tokens:
+                    # whatever that token is, it is the last: nothing is left to compute
+                    self.running.remove(seq)
+                    self.ending.add(seq)
+
+    def resolve(
         self,
-        step: SchedulerOutput,
+        step: SchedulerOutput,   # one that was launched
         token_ids: list[int],    # sampled for each sequence; -1: could not be sampled
     ) -> list[Sequence]:         # those that end with this step
-        "Take the results of a step: count what is computed, append new tokens, end what is over"
+        "The results of a step are here: new tokens, full blocks for the cache, the end of what is over"
         block_size, finished = self.block_manager.block_size, []
-        for seq, n, token_id in zip(step.seqs, step.num_tokens, token_ids, strict=True):
-            if seq.status is not SequenceStatus.RUNNING:
-                continue  # aborted since
-            before = seq.num_computed_tokens
-            seq.num_computed_tokens = before + n
-            complete = seq.num_uncomputed_tokens == 0  # or a chunk, which says nothing yet
+        rows = zip(step.seqs, step.num_tokens, step.launched, token_ids, strict=True)
+        for seq, n, (end, admission), token_id in rows:
+            if seq.status is SequenceStatus.FINISHED:
+                continue  # aborted since, or ended by the token before
+            complete = seq.num_unknown_tokens > 0 and seq.first_unknown == end
             if complete and token_id < 0:
                 finished.append(self._end(seq, "error"))
                 continue  # whoever gets no token may hold bad K/V: nothing for the cache
-            if seq.num_computed_tokens // block_size > before // block_size:
-                self.block_manager.cache_full_blocks(seq, before)
-            if complete and (reason := self._accept(seq, token_id)):
+            if complete:
+                seq.set_unknown_token(token_id)
+            # whoever was preempted since has lost the blocks
+            in_place = seq.status is SequenceStatus.RUNNING and seq.admission == admission
+            if in_place and end // block_size > (end - n) // block_size:
+                self.block_manager.cache_full_blocks(seq, end - n, end)
+            if complete and (reason := self._reason(seq, token_id, end + 1)):
                 finished.append(self._end(seq, reason))
         return finished
 
-    def _accept(self, seq, token_id):
-        "Append a sampled token; returns why the sequence ends with it, or None"
-        seq.append_token(token_id)
+    def postprocess(self, step: SchedulerOutput, token_ids: list[int]) -> list[Sequence]:
+        "`advance` and `resolve` in one, for whoever waits for each step"
+        self.advance(step)
+        return self.resolve(step, token_ids)
+
+    def _reason(self, seq, token_id, length):
+        "Why a sequence ends with this token, or None"
         if token_id in seq.stop_token_ids:
             return "stop"
-        return "length" if seq.num_tokens >= seq.max_num_tokens else None
+        return "length" if length >= seq.max_num_tokens else None
 
     def _end(self, seq, reason):
-        "Finish a running sequence and take its blocks back"
+        "Finish a sequence, wherever it is, and take its blocks back"
+        if seq in self.ending:
+            self.ending.remove(seq)
+        elif seq.status is SequenceStatus.RUNNING:
+            self.running.remove(seq)
+        else:
+            self.waiting.remove(seq)
         self.block_manager.deallocate(seq)
-        self.running.remove(seq)
+        seq.drop_unknown_tokens()
         last = seq.token_ids[-1]
         named = reason == "stop" and last in seq.sampling_params.stop_token_ids
         seq.finish(reason, last if named else None)
@@ -195,8 +226,5 @@ class Scheduler:
 
     def abort(self, seq: Sequence):
         "End a sequence at any moment of its life; a finished one stays as it is"
-        if seq.status is SequenceStatus.RUNNING:
+        if not seq.is_finished:
             self._end(seq, "abort")
-        elif seq.status is SequenceStatus.WAITING:
-            self.waiting.remove(seq)
-            seq.finish("abort")

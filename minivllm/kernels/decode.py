@@ -9,13 +9,15 @@ __all__ = ['GATHERED_BYTES', 'SHARED_PARTS', 'TILE_ROWS', 'DecodePlan', 'plan_gr
            'attend_with_lse', 'shared_decode_torch', 'best_sharing', 'find_shared_prefixes', 'shared_prefix_kernel',
            'launch_shared_prefix', 'paged_decode']
 
-# %% ../../nbs/14_kernels.decode.ipynb #00cc3e6c
+# %% ../../nbs/14_kernels.decode.ipynb #84f01d1e
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from .common import can_launch, capability_of, num_sms, round_to, tl, triton
+from minivllm.kernels.common import (
+    can_launch, capability_of, num_sms, round_to, size_class, tl, triton,
+)
 from .kv_cache import gather_pages
 from .prefill import LOG2E, attend_tile, kv_descriptors, load_kv_tile, takes_descriptors
 
@@ -178,7 +180,7 @@ def merge_parts(
         peak = new_peak
     return acc, peak, total
 
-# %% ../../nbs/14_kernels.decode.ipynb #a07bfd6f
+# %% ../../nbs/14_kernels.decode.ipynb #d726de90
 @triton.jit
 def merge_all(
     out_ptr, parts_ptr, lse_ptr, seq, num_seqs, kv_head, first, num_parts, first_shared, has_shared,
@@ -197,6 +199,7 @@ def merge_all(
         acc, peak, total = merge_parts(acc, peak, total, parts_ptr, lse_ptr, first_shared, num_seqs,
                                        parts, kv_head, GROUP, HEADS, NUM_KV_HEADS, HEAD_DIM, DIM,
                                        SHARED_PARTS)
+    total = tl.where(g < GROUP, total, 1.0)
     out = round_to(acc / total[:, None], out_ptr.dtype.element_ty)
     real = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(out_ptr + g[:, None] * HEAD_DIM + d[None, :], out, mask=real)
@@ -235,8 +238,11 @@ def finish(
                       num_parts, first_shared + seq, has_shared, NUM_KV_HEADS, GROUP, HEADS,
                       HEAD_DIM, DIM, PARTS, SHARED_PARTS)
 
-# %% ../../nbs/14_kernels.decode.ipynb #022461de
-@triton.jit
+# %% ../../nbs/14_kernels.decode.ipynb #e5f38408
+@triton.jit(  # what differs from step to step must not be compiled anew
+    do_not_specialize=["table_stride", "num_seqs"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "context_lens_ptr", "starts_ptr"],
+)
 def paged_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, lse_ptr, arrived_ptr,
     block_tables_ptr, context_lens_ptr, starts_ptr, scale, q_stride, table_stride, num_seqs,
@@ -319,7 +325,7 @@ class SharedPrefixes(NamedTuple):
 
 SHARED_PARTS = 2  # programs that divide a shared prefix among them
 
-# %% ../../nbs/14_kernels.decode.ipynb #ee337ac5
+# %% ../../nbs/14_kernels.decode.ipynb #81cc26e0
 def paged_decode_triton(
     q, k_cache, v_cache, block_tables, context_lens, scale,
     shared: SharedPrefixes | None = None,
@@ -355,11 +361,12 @@ def paged_decode_triton(
         starts, first_part = shared.starts, programs + num_seqs
         pointers = q, k, v, parts, lse, block_tables
         launch_shared_prefix(*pointers, shared, first_part, scale * LOG2E, constants)
-    most_parts = min(32, max(4, triton.next_power_of_2(programs // num_seqs + 1)))
+    # few sequences have many parts each; what is merged at once must fit the registers
+    most_parts = min(32 if num_seqs <= 8 else 4, max(1, 32 // constants["HEADS"]))
     paged_decode_kernel[num_kv_heads, programs](
         q, k, v, out, parts, lse, arrived, block_tables, context_lens, starts,
         scale * LOG2E, q.stride(0), block_tables.stride(0), num_seqs,
-        ROWS=max(16, triton.next_power_of_2(group)), SEQS=triton.next_power_of_2(num_seqs),
+        ROWS=max(16, triton.next_power_of_2(group)), SEQS=size_class(num_seqs),
         STAGES=config.stages, PARTS=most_parts, SHARED_PARTS=shared_parts, num_warps=config.warps, **constants,
     )
     return out
@@ -440,8 +447,11 @@ def find_shared_prefixes(
         used += needed
     return (rows, lens, starts) if used else None
 
-# %% ../../nbs/14_kernels.decode.ipynb #6e0f9386
-@triton.jit
+# %% ../../nbs/14_kernels.decode.ipynb #22dcf496
+@triton.jit(
+    do_not_specialize=["table_stride", "num_seqs", "first_part"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "rows_ptr", "shared_lens_ptr"],
+)
 def shared_prefix_kernel(
     q_ptr, k_ptr, v_ptr, parts_ptr, lse_ptr, block_tables_ptr, rows_ptr, shared_lens_ptr, scale,
     q_stride, table_stride, num_seqs, first_part,

@@ -1,7 +1,9 @@
 "The engine's host side without a model: a scheduler, its pool, and a runner that checks every slot"
+from collections import deque
+
 from minivllm.engine.block_manager import BlockManager
 from minivllm.engine.scheduler import Scheduler
-from minivllm.engine.sequence import Sequence
+from minivllm.engine.sequence import UNKNOWN, Sequence
 from minivllm.sampling_params import SamplingParams
 
 
@@ -47,9 +49,13 @@ class FakeRunner:
     def slot(self, seq, position: int) -> int:
         return seq.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
-    def run(self, seqs, num_tokens) -> list[int]:
+    def run(self, seqs, num_tokens, previous=None) -> list[int]:
+        "One step; `previous`: seq_id -> the token that the step in flight has sampled, and the host doesn't know"
         written = set()
-        expected = [contents(seq.token_ids) for seq in seqs]
+        assert all(seq.num_unknown_tokens <= 1 for seq in seqs)
+        texts = [seq.token_ids[: seq.first_unknown] + [previous[seq.seq_id]] * seq.num_unknown_tokens
+                 if seq.num_unknown_tokens else seq.token_ids for seq in seqs]
+        expected = [contents(text) for text in texts]
         for seq, n, values in zip(seqs, num_tokens, expected):
             for position in range(seq.num_computed_tokens, seq.num_computed_tokens + n):
                 slot = self.slot(seq, position)
@@ -66,12 +72,13 @@ class FakeRunner:
 
 
 class HostEngine:
-    "Scheduler, block manager and fake runner; every step is recorded"
+    "Scheduler, block manager and fake runner, which may run ahead of the results; every step is recorded"
     def __init__(self, block_size=4, num_blocks=16, budget=64, max_num_seqs=4, max_model_len=2**31 - 1, policy="mixed",
-                 caching=True, model=next_token, manager=None):
+                 caching=True, model=next_token, manager=None, steps_ahead=0):
         self.manager = manager or BlockManager(num_blocks, block_size, caching)
         self.scheduler = Scheduler(self.manager, max_num_seqs, budget, max_model_len, policy)
         self.runner, self.seqs, self.steps = FakeRunner(block_size, model), [], []
+        self.steps_ahead, self.in_flight = steps_ahead, deque()
 
     def add(self, prompt, max_tokens=1, stop=()) -> Sequence:
         "A request in the queue"
@@ -82,18 +89,34 @@ class HostEngine:
         return seq
 
     def step(self):  # the scheduler's output
-        "One whole step"
+        "Launch a step, and take the results of as many as may not stay in flight"
         step = self.scheduler.schedule()
         self.check()
-        self.scheduler.postprocess(step, self.runner.run(step.seqs, step.num_tokens))
-        self.check()
-        self.steps.append({seq.seq_id: n for seq, n in zip(step.seqs, step.num_tokens)})
+        assert step.seqs or self.in_flight or not self.scheduler.has_unfinished(), "no work although somebody waits"
+        if step.seqs: self.launch(step)
+        while len(self.in_flight) > (self.steps_ahead if step.seqs else 0): self.resolve()
         return step
+
+    def launch(self, step):
+        "Send a step off"
+        previous = self.in_flight[-1][2] if self.in_flight else None
+        token_ids = self.runner.run(step.seqs, step.num_tokens, previous)
+        self.scheduler.advance(step)
+        self.in_flight.append((step, token_ids, {seq.seq_id: token_id for seq, token_id in zip(step.seqs, token_ids)}))
+        self.steps.append({seq.seq_id: n for seq, n in zip(step.seqs, step.num_tokens)})
+        self.check()
+
+    def resolve(self):  # the sequences that end
+        "Take the results of the oldest step in flight"
+        step, token_ids, _ = self.in_flight.popleft()
+        finished = self.scheduler.resolve(step, token_ids)
+        self.check()
+        return finished
 
     def run(self, limit=10_000):
         "Steps until nobody is left"
         while self.scheduler.has_unfinished():
-            assert self.step().seqs, "a step without work although somebody waits"
+            self.step()
             assert len(self.steps) < limit, "does not end"
         assert self.manager.num_free_blocks == self.manager.num_blocks
 
@@ -145,11 +168,15 @@ def check_index(manager):
 
 def check_queues(scheduler, seqs):
     "Nobody is lost, and nobody is in two places"
-    waiting, running = list(scheduler.waiting), list(scheduler.running)
+    waiting, running, ending = list(scheduler.waiting), list(scheduler.running), list(scheduler.ending)
     assert len(running) <= scheduler.max_num_seqs
-    assert len({s.seq_id for s in waiting + running}) == len(waiting) + len(running)
+    assert len({s.seq_id for s in waiting + running + ending}) == len(waiting) + len(running) + len(ending)
     for seq in seqs:
-        assert (seq in waiting, seq in running, seq.is_finished) == tuple(
+        assert (seq in waiting, seq in running + ending, seq.is_finished) == tuple(
             seq.status.name == name for name in ("WAITING", "RUNNING", "FINISHED"))
-        if seq not in running: assert not seq.block_table and seq.num_computed_tokens == 0
+        if seq not in running + ending: assert not seq.block_table and seq.num_computed_tokens == 0
         else: assert 0 <= seq.num_computed_tokens < seq.num_tokens <= seq.max_num_tokens
+        # the last token of those who are ending, and of nobody else, is the last that there may be
+        if not seq.is_finished: assert (seq in ending) == (seq.num_unknown_tokens > 0 and seq.num_tokens == seq.max_num_tokens)
+        else: assert seq.num_unknown_tokens == 0
+        assert seq.token_ids.count(UNKNOWN) == seq.num_unknown_tokens

@@ -140,7 +140,7 @@ def norm_rope_store_triton(launch, dtype, head_dim, heads, norm):
 
 # Attention. A batch: query and key heads, sequences, block size; whether some begin with the same blocks
 
-BATCHES = (((32, 8), 256, 256, True), ((9, 3), 8, 16, True), ((16, 8), 1, 64, False))
+BATCHES = (((64, 8), 256, 256, True), ((9, 3), 8, 16, True), ((32, 8), 1, 64, False))
 
 
 def attention_arguments(dtype, head_dim, batch, queries_each):

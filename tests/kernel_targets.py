@@ -56,6 +56,7 @@ TARGETS = {
     100: Target(227 * 1024, 148),
     120: Target(99 * 1024, 170),
 }
+TENSOR_MEMORY = 512  # columns, on sm_100
 
 
 # Tensors of a GPU that is not there
@@ -286,7 +287,7 @@ def compile_launch(launch):
     ptx, ttir = compiled.asm["ptx"], compiled.asm.get("ttir", "")
     registers, stack = resource_usage(compiled.asm["cubin"])
     return dict(
-        shared=compiled.metadata.shared, registers=registers, stack=stack,
+        shared=compiled.metadata.shared, tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0, registers=registers, stack=stack,
         num_warps=compiled.metadata.num_warps, num_stages=compiled.metadata.num_stages,
         matrix=[name for name, pattern in MATRIX.items() if re.search(pattern, ptx)],
         wants_matrix=bool(re.search(r"tt\.dot .*tensor<\w+x(?:bf16|f16)>", ttir)),
@@ -337,6 +338,8 @@ def complaint(row):
         return f"{where}: {row['error']}"
     if row["shared"] > row["limit"]:
         return f"{where} needs {row['shared'] / 1024:.1f} KiB of shared memory, the limit is {row['limit'] // 1024} KiB"
+    if row["tensor_memory"] > TENSOR_MEMORY:  # Triton makes a kernel of it that only traps
+        return f"{where} needs {row['tensor_memory']} columns of tensor memory, there are {TENSOR_MEMORY}"
     if row["wants_matrix"] and not row["matrix"]:
         return f"{where} has a dot of 16-bit floats and no matrix instruction"
 

@@ -2,6 +2,7 @@
 import torch
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+KERNEL_DEVICES = DEVICES[-1:]  # where kernels run: compiled on a GPU, interpreted where there is none
 
 
 def slot_of(table, position, block_size):

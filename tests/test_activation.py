@@ -16,7 +16,7 @@ from minivllm.layers.activation import (
     silu_and_mul_torch,
     silu_and_mul_triton,
 )
-from paging import DEVICES
+from paging import KERNEL_DEVICES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}  # relative: two roundings
@@ -95,7 +95,7 @@ def assert_near(y, expected, dtype):
     torch.testing.assert_close(y.double(), expected.double(), rtol=TOLERANCE[dtype], atol=max(TOLERANCE[dtype], 1e-5))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -110,7 +110,7 @@ def test_kernel_equals_twin_and_float64(name, shape, dtype, device):
     assert_near(y, twin(x.double(), *args), dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kernel_rounds_where_the_twin_does(dtype, device):
     "Once after SiLU and once after the product: rounding only at the end gives other bits in every fifth number or so"
@@ -121,7 +121,7 @@ def test_kernel_rounds_where_the_twin_does(dtype, device):
     assert ((F.silu(gate) * up).to(dtype) == twin).float().mean() < 0.95
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_kernel_on_strided_rows(name, device):
     kernel, twin, args = IMPLEMENTATIONS[name]
@@ -136,7 +136,7 @@ def test_kernel_on_strided_rows(name, device):
 
 def test_kernel_keeps_the_tails():
     "Far out the activation is 0 or the gate, not NaN"
-    for device in DEVICES:
+    for device in KERNEL_DEVICES:
         x = torch.tensor([[-1e30, -200.0, 200.0, 1e30, 1.0, 1.0, 1.0, 1.0]], device=device)
         for kernel, _, args in IMPLEMENTATIONS.values():
             assert kernel(x, *args).tolist() == [[0, 0, 200, pytest.approx(1e30)]]
@@ -173,6 +173,6 @@ def test_dispatchers_launch_where_kernels_can(monkeypatch):
     monkeypatch.setattr(activation, "can_launch", lambda device: True)
     monkeypatch.setattr(activation, "silu_and_mul_torch", None)
     monkeypatch.setattr(activation, "gelu_and_mul_torch", None)
-    x = gate_up(3, 8)
+    x = gate_up(3, 8).to(KERNEL_DEVICES[0])
     torch.testing.assert_close(SiluAndMul()(x), silu_and_mul_torch(x))
     torch.testing.assert_close(GeluAndMul("tanh")(x), gelu_and_mul_torch(x, "tanh"))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from minivllm.bench import host_loop_seconds
 from minivllm.engine.batch import (
     Batch, pad_block_tables, prepare_decode, prepare_prefill, prepare_sample, sampled_seqs, slots, to_device,
+    unknown_rows,
 )
 from minivllm.engine.block_manager import BlockManager
 from minivllm.engine.sequence import Sequence
@@ -60,6 +61,22 @@ def reference(seqs, num_tokens):
 def as_lists(batch: Batch) -> dict:
     values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+def test_unknown_tokens_are_found_by_sequence_wherever_they_stand():
+    "Only the last token of a sequence can be unknown, and only a step that reaches it needs it"
+    seqs, num_tokens = one_of_each()
+    assert unknown_rows(seqs, num_tokens, {}) is None
+    for seq in seqs[::2]:
+        seq.append_unknown_token()
+        seq.block_table.append(11)
+    seqs[0].num_computed_tokens += 1
+    rows = unknown_rows(seqs, num_tokens, {2: 0, 7: 1, 0: 2})
+    assert rows.tolist() == [2] + [-1] * 7  # sequence 2's chunk ends before its unknown token
+    assert (prepare_prefill(seqs, num_tokens).token_ids < 0).tolist() == (rows >= 0).tolist()
+    rows = unknown_rows(seqs, [1, 4, 4], {2: 0, 7: 1, 0: 2})
+    assert rows.tolist() == [2] + [-1] * 7 + [0] and rows.dtype == np.int64
+    assert (prepare_prefill(seqs, [1, 4, 4]).token_ids < 0).tolist() == (rows >= 0).tolist()
 
 
 @st.composite

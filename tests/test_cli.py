@@ -127,13 +127,13 @@ def test_what_the_parser_refuses(arguments, capsys):
 
 
 def test_a_bug_is_not_dressed_up_as_a_mistake(options, monkeypatch):
-    monkeypatch.setattr(ModelRunner, "run", lambda *args: None + 1)
+    monkeypatch.setattr(ModelRunner, "launch", lambda *args: None + 1)
     with pytest.raises(TypeError): main(["generate", "a", *options])
 
 
 def test_ctrl_c_ends_generate(options, monkeypatch):
     def interrupted(*args): raise KeyboardInterrupt
-    monkeypatch.setattr(ModelRunner, "run", interrupted)
+    monkeypatch.setattr(ModelRunner, "launch", interrupted)
     assert main(["generate", "a", *options]) == 130
 
 
@@ -180,14 +180,14 @@ def test_a_system_message(options, type_in, capsys, monkeypatch):
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(options, expected, type_in, capsys, monkeypatch):
-    run, calls = ModelRunner.run, []
+    run, calls = ModelRunner.launch, []
 
     def interrupted(self, *args):
         if hasattr(self, "num_kv_blocks"): calls.append(args)  # a GPU's warm-up runs before there are any
         if len(calls) == 4: raise KeyboardInterrupt
         return run(self, *args)
 
-    monkeypatch.setattr(ModelRunner, "run", interrupted)
+    monkeypatch.setattr(ModelRunner, "launch", interrupted)
     type_in(*QUESTIONS)
     assert main(["chat", *options, "--temperature", "0"]) == 0
     out = capsys.readouterr().out

@@ -118,7 +118,7 @@ def test_end_tokens_are_a_list_whatever_the_file_says(tmp_path):  # F33
 @pytest.mark.parametrize("options", [
     dict(max_num_seqs=0), dict(block_size=0), dict(gpu_memory_utilization=1.5), dict(gpu_memory_utilization=0), dict(max_model_len=0),
     dict(num_kv_blocks=-1), dict(dtype="int8"), dict(scheduling_policy="fair"), dict(load_format="pt"), dict(device="tpu"), dict(seed=-1),
-    dict(max_num_batched_tokens=1.5), dict(max_num_seqs=True), dict(enable_prefix_caching="no"), dict(skip_tokenizer_init=None),
+    dict(max_num_batched_tokens=1.5), dict(max_num_seqs=True), dict(enable_prefix_caching="no"), dict(async_scheduling=1.5), dict(skip_tokenizer_init=None),
     dict(model=None), dict(model=""), dict(model=5), dict(tokenizer=5), dict(tokenizer=""), dict(attention_backend="triton2"),
     dict(attention_backend=None),
 ])

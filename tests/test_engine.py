@@ -4,12 +4,10 @@ import signal
 import threading
 import warnings
 import weakref
-
-import numpy as np
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-import torch
 from byte_tokenizer import BOS, CHAT_TEMPLATE, EOS, EOT, byte_tokenizer, model_folder
 from rigs import tiny_model
 
@@ -58,7 +56,8 @@ class ListedRunner:
 @pytest.fixture(autouse=True, params=[0, 1], ids=["in step", "one ahead"])
 def steps_ahead(request, monkeypatch):
     "Every test with the engine waiting for each step, and with it running one ahead"
-    monkeypatch.setattr(LLMEngine, "steps_ahead", property(lambda engine: request.param, lambda engine, value: None), raising=False)
+    ahead = property(lambda engine: request.param, lambda engine, value: None)
+    monkeypatch.setattr(LLMEngine, "steps_ahead", ahead, raising=False)
     return request.param
 
 
@@ -347,14 +346,16 @@ def test_stats_count_computed_tokens(folder):
     assert engine.stats.num_prompt_tokens == 24
 
 
-def test_times_are_in_order(folder):
+def test_times_are_in_order(folder, steps_ahead):
     engine = listed(folder, 65, 66, 67, max_num_seqs=1)
     for name in "ab": engine.add_request(name, name, SamplingParams(max_tokens=3))
     final = drain(engine)
     for m in (output.metrics for output in final.values()):
         assert m.arrival_time <= m.first_scheduled_time <= m.first_token_time < m.last_token_time <= m.finished_time
-    # one at a time: the second waits until the first has ended
-    assert final["b"].metrics.first_scheduled_time >= final["a"].metrics.finished_time
+    # one at a time: the second waits until nothing of the first is left to compute
+    first, second = final["a"].metrics, final["b"].metrics
+    assert second.first_scheduled_time >= (first.first_token_time if steps_ahead else first.finished_time)
+    assert second.first_token_time > first.finished_time
 
 
 def test_a_step_without_work_does_nothing(engine):
@@ -423,7 +424,7 @@ PLACES = {
     "schedule": (Scheduler, "schedule"), "admit": (BlockManager, "allocate_with_cache"), "take": (BlockManager, "append"),
     "count": (BlockManager, "cache_full_blocks"), "append": (Sequence, "set_unknown_token"), "end": (BlockManager, "deallocate"),
     "finish": (Sequence, "finish"), "text": (Detokenizer, "update"), "output": (LLMEngine, "output"), "add": (Scheduler, "add"),
-    "abort": (Scheduler, "abort"),
+    "abort": (Scheduler, "abort"), "advance": (Scheduler, "advance"), "resolve": (Scheduler, "resolve"),
 }
 
 
@@ -642,6 +643,103 @@ def test_an_abort_while_the_model_runs_harms_nobody(folder, monkeypatch):  # F72
     assert outputs["stays"].outputs[0].token_ids == expected
     manager = engine.scheduler.block_manager
     assert manager.num_free_blocks == manager.num_blocks
+
+
+# A step in flight
+
+
+def test_a_step_that_nobody_waits_for_any_more_keeps_nobody(folder, steps_ahead):
+    "A stop token is noticed when the next step is on its way: that one is discarded"
+    engine = listed(folder, 65, 66, EOS, 67, 68)
+    assert one(engine).token_ids == [65, 66, EOS]
+    assert len(engine.in_flight) == steps_ahead and not engine.has_unfinished_requests()
+    assert engine.step() == [] and not engine.in_flight
+    assert engine.stats.num_output_tokens == 3 and engine.stats.num_prompt_tokens == 3
+    assert one(engine).token_ids == [65, 66, EOS]
+    engine.add_request("a", [1, 2], SamplingParams(max_tokens=2))  # the last step is still in flight
+    assert drain(engine)["a"].outputs[0].token_ids == [65, 66]
+    assert engine.stats.num_output_tokens == 8 and engine.stats.num_prompt_tokens == 8
+
+
+def test_with_nothing_to_launch_a_step_takes_what_is_in_flight(folder, steps_ahead):
+    engine = listed(folder, 65, 66)
+    engine.add_request("a", [1, 2], SamplingParams(max_tokens=2))
+    outputs = [[o.outputs[0].token_ids for o in engine.step()] for _ in range(3)]
+    assert outputs == ([[], [[65]], [[65, 66]]] if steps_ahead else [[[65]], [[65, 66]], []])
+    assert engine.runner.computed == [{0: 2}, {0: 1}]  # an end by length is known in advance
+
+
+def test_every_token_is_counted_once(folder, monkeypatch):
+    "Stats and metrics are those of an engine that waits for each step, in chunks, with prompts that begin alike"
+    def served(ahead):
+        monkeypatch.setattr(LLMEngine, "steps_ahead", property(lambda engine: ahead, lambda engine, value: None))
+        engine = LLMEngine(str(folder), **{**T0, "max_num_batched_tokens": 6, "num_kv_blocks": 24})
+        for i, prompt in enumerate(PROMPTS): engine.add_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=9))
+        final = drain(engine)
+        final["again"] = (engine.add_request("again", PROMPTS[2], GREEDY), drain(engine)["again"])[1]
+        counts = {name: (o.metrics.num_output_tokens, len(o.outputs[0].token_ids), o.num_cached_tokens) for name, o in final.items()}
+        return counts, engine.stats.num_prompt_tokens, engine.stats.num_output_tokens
+
+    assert served(1) == served(0)
+    assert served(1)[0]["again"] == (4, 4, 12)  # found in the cache
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_interrupted_wait_can_be_repeated(folder, error):
+    "The step is on its way, whoever stops waiting for it: the next call takes its results first"
+    expected = solo(folder)
+    engine = LLMEngine(str(folder), **T0)
+    launch, waits = engine.runner.launch, 0
+
+    def launch_that_is_waited_for_in_vain(*args):
+        launched = launch(*args)
+        wait = launched.wait
+
+        def interrupted():
+            nonlocal waits
+            waits += 1
+            if waits % 3: raise error("not now")
+            return wait()
+
+        launched.wait = interrupted
+        return launched
+
+    engine.runner.launch = launch_that_is_waited_for_in_vain
+    for i, prompt in enumerate(PROMPTS): engine.add_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    final, failures = {}, 0
+    while engine.has_unfinished_requests():
+        assert len(engine.in_flight) <= 2
+        try: final.update({o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished})
+        except error: failures += 1
+    assert [final[str(i)] for i in range(len(PROMPTS))] == expected and failures > 10
+    assert engine.stats.num_output_tokens == 8 * len(PROMPTS)
+
+
+def test_exit_with_a_step_in_flight(folder, steps_ahead):
+    engine = LLMEngine(str(folder), **T0)
+    model = weakref.ref(engine.runner.model)
+    engine.add_request("a", [1, 2, 3], GREEDY)
+    for _ in range(2): engine.step()
+    assert len(engine.in_flight) == steps_ahead
+    engine.exit()
+    assert not engine.in_flight and model() is None and not engine.has_unfinished_requests()
+
+
+def test_abort_with_a_step_in_flight_and_a_newcomer_at_once(folder, steps_ahead):  # F72
+    expected = solo(folder, max_tokens=8)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    for moment in range(1, 8):
+        engine = LLMEngine(str(folder), **{**T0, "num_kv_blocks": 14})
+        for i, prompt in enumerate(PROMPTS[:3]): engine.add_request(str(i), prompt, params)
+        for _ in range(moment): engine.step()
+        assert len(engine.in_flight) == steps_ahead
+        output = engine.abort_request("1")
+        # what is in flight comes too late for it
+        assert output.outputs[0].token_ids == expected[1][: len(output.outputs[0].token_ids)]
+        assert output.metrics.num_output_tokens == len(output.outputs[0].token_ids)
+        engine.add_request("3", PROMPTS[3], params)  # into the blocks that came back
+        final = drain(engine)
+        assert {name: o.outputs[0].token_ids for name, o in final.items()} == {str(i): expected[i] for i in (0, 2, 3)}
 
 
 def test_changing_the_stop_tokens_later_has_no_effect(folder):

@@ -1,4 +1,6 @@
 "Random adds, steps and aborts: whatever happens, the invariants of pool, index and queues hold"
+from collections import deque
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -30,11 +32,13 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         block_size=st.integers(1, 4), num_blocks=st.integers(1, 9), budget=st.integers(1, 12),
         max_num_seqs=st.integers(1, 5), max_model_len=st.sampled_from([8, 1000]),
-        policy=st.sampled_from(["mixed", "prefill_first"]), caching=st.booleans(), num_hashes=st.sampled_from([1, 2, 2**64]))
-    def start(self, block_size, num_blocks, budget, max_num_seqs, max_model_len, policy, caching, num_hashes):
+        policy=st.sampled_from(["mixed", "prefill_first"]), caching=st.booleans(), num_hashes=st.sampled_from([1, 2, 2**64]),
+        steps_ahead=st.integers(0, 1))
+    def start(self, block_size, num_blocks, budget, max_num_seqs, max_model_len, policy, caching, num_hashes, steps_ahead):
         self.manager = WeakHash(num_blocks, block_size, caching, num_hashes=num_hashes)
         self.scheduler = Scheduler(self.manager, max_num_seqs, budget, max_model_len, policy)
         self.runner, self.seqs, self.reported = FakeRunner(block_size), [], []
+        self.steps_ahead, self.in_flight = steps_ahead, deque()
 
     @rule(prompt=prompts, max_tokens=st.integers(1, 8), stop=st.sampled_from([(), (), (2,)]))
     def add(self, prompt, max_tokens, stop):
@@ -54,16 +58,8 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.has_unfinished())
     @rule(data=st.data(), abort=st.sampled_from([False, False, False, True]))
     def step(self, data, abort):
-        step = self.scheduler.schedule()
-        self.check_step(step)
-        self.check_all()
         # the model runs while a request may be aborted: its result comes too late
-        token_ids = self.runner.run(step.seqs, step.num_tokens)
-        if abort and step.seqs: self.abort_one(data.draw(st.sampled_from(step.seqs)))
-        ended = [seq for seq in self.seqs if seq.is_finished]
-        finished = self.scheduler.postprocess(step, token_ids)
-        assert finished == [seq for seq in step.seqs if seq.is_finished and seq not in ended]
-        self.reported += finished
+        self.run_step(lambda seqs: self.abort_one(data.draw(st.sampled_from(seqs))) if abort and seqs else None)
 
     @precondition(lambda self: self.scheduler.has_unfinished())
     @rule(steps=st.integers(1, 6))
@@ -74,18 +70,33 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.has_unfinished())
     @rule()
     def lose_a_step(self):
-        "The model fails: there is no postprocess, and the next step starts over"
+        "The model fails: nothing is launched, and the next step starts over"
         self.check_step(self.scheduler.schedule())
 
-    def run_step(self):
+    def run_step(self, meanwhile=lambda seqs: None):
         step = self.scheduler.schedule()
         self.check_step(step)
         self.check_all()
-        self.reported += self.scheduler.postprocess(step, self.runner.run(step.seqs, step.num_tokens))
+        if step.seqs: self.launch(step, meanwhile)
+        self.check_all()
+        while len(self.in_flight) > (self.steps_ahead if step.seqs else 0): self.resolve()
         self.check_all()
 
+    def launch(self, step, meanwhile):
+        tokens = self.runner.run(step.seqs, step.num_tokens, self.in_flight[-1][1] if self.in_flight else None)
+        meanwhile(step.seqs)
+        self.scheduler.advance(step)
+        self.in_flight.append((step, dict(zip((seq.seq_id for seq in step.seqs), tokens))))
+
+    def resolve(self):
+        step, tokens = self.in_flight.popleft()
+        ended = [seq for seq in self.seqs if seq.is_finished]
+        finished = self.scheduler.resolve(step, list(tokens.values()))
+        assert finished == [seq for seq in step.seqs if seq.is_finished and seq not in ended]
+        self.reported += finished
+
     def check_step(self, step):
-        assert step.seqs, "work was there, but none was done"
+        assert step.seqs or self.in_flight, "work was there, but none was done"
         assert 0 <= step.total_tokens <= self.scheduler.max_num_batched_tokens
         assert len(set(step.seqs)) == len(step.seqs) and not set(step.seqs) & set(step.preempted)
         assert all(seq in self.scheduler.running for seq in step.seqs)

@@ -10,7 +10,7 @@ import torch
 
 from minivllm.kernels import common
 from minivllm.kernels.common import MissingTriton, can_launch, dot, record_accesses, round_to, tl, triton
-from paging import DEVICES
+from paging import KERNEL_DEVICES
 from rigs import tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -138,7 +138,7 @@ def product_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr, ADD: tl.constexpr):
         tl.store(out_ptr + tile, dot(a, b))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_round_to_rounds_as_torch_does(dtype, device):
     ties = 1 + torch.arange(16) / 2**8 + torch.tensor([[0], [2**-20], [-(2**-20)]])
@@ -149,7 +149,7 @@ def test_round_to_rounds_as_torch_does(dtype, device):
     assert out.equal(x.to(dtype))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dot_has_the_full_precision_of_its_operands(dtype, add, device):

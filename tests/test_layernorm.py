@@ -13,7 +13,7 @@ from minivllm.layers.layernorm import (
     rms_norm_torch,
     rms_norm_triton,
 )
-from paging import DEVICES
+from paging import KERNEL_DEVICES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -143,7 +143,7 @@ def check_both(x, residual, weight):
     torch.testing.assert_close(y.double(), normed(stream, weight), rtol=tolerance, atol=1e-7)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64), (33, 64), (5, 1), (3, 77), (2, 576), (1, 4096), (7,), (2, 3, 40), (2, 2, 3, 16)])
 def test_kernel_like_twin_and_definition(shape, dtype, device):
@@ -151,7 +151,7 @@ def test_kernel_like_twin_and_definition(shape, dtype, device):
     check_both(x, residual, (0.5 + random(shape[-1], seed=2).abs()).to(device, dtype))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("view", [
     lambda x: x[:, 3:5],  # heads in a packed tensor
@@ -171,7 +171,7 @@ def test_kernel_reads_any_layout(view, dtype, device):
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("shape", [(0, 64), (0, 3, 16), (2, 0, 16)])
 def test_kernel_of_nothing(shape, device):
     x, weight = torch.empty(shape, device=device), torch.ones(shape[-1], device=device)
@@ -180,7 +180,7 @@ def test_kernel_of_nothing(shape, device):
     assert y.shape == stream.shape == shape
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_kernel_rounds_the_stream_before_it_is_normalised(device):
     "1 + 2**-9 is 1 in bfloat16; normalised unrounded, the first number would come out larger than the second"
     x = torch.tensor([[2.0**-9, 0.0] * 8], dtype=torch.bfloat16, device=device)
@@ -189,7 +189,7 @@ def test_kernel_rounds_the_stream_before_it_is_normalised(device):
     assert torch.equal(stream, torch.ones_like(x)) and torch.equal(y, weight.expand(1, 16))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_kernel_leaves_what_it_does_not_own(device):
     "Rows that share a program with the last ones, and columns of the padding, are not written"
     buffer = torch.full((3, 7, 12), 9.0, device=device)
@@ -200,7 +200,7 @@ def test_kernel_leaves_what_it_does_not_own(device):
     assert torch.equal(buffer, before)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_its_batch(dtype, device):
     x, residual, weight = (random(n, 96, seed=n).to(device, dtype) for n in (40, 40, 1))
@@ -229,7 +229,7 @@ def test_launch_configs_fit():
         assert 16 <= config["ROWS"] * config["BLOCK"] // threads <= 32  # numbers in registers
 
 
-@pytest.mark.skipif("cuda" not in DEVICES, reason="the dispatcher chooses the kernel on a GPU only")
+@pytest.mark.skipif("cuda" not in KERNEL_DEVICES, reason="the dispatcher chooses the kernel on a GPU only")
 @pytest.mark.parametrize("hidden_size", [128, 1024, 4096, 5120, 16384])
 def test_dispatcher_on_the_gpu(hidden_size):
     x, residual = (random(300, hidden_size, seed=seed, dtype=torch.bfloat16).cuda() for seed in range(2))
@@ -241,7 +241,7 @@ def test_dispatcher_on_the_gpu(hidden_size):
     check_both(x, residual, weight)
 
 
-@pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU's memory")
+@pytest.mark.skipif("cuda" not in KERNEL_DEVICES, reason="needs a GPU's memory")
 def test_offsets_beyond_32_bits():
     "The last of 2**21 + 1 rows of 1024 begins at element 2**31"
     x = torch.ones(2**21 + 1, 1024, dtype=torch.bfloat16, device="cuda")

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 from byte_tokenizer import BOS, CHAT_TEMPLATE, EOS, EOT, byte_tokenizer, model_folder
+from rigs import DEVICE
 
 from minivllm import LLM, LLMEngine, SamplingParams
 
@@ -377,3 +378,18 @@ def test_close_is_harmless_twice_and_comes_with_the_block(folder):
     with pytest.raises(ZeroDivisionError):
         with LLM(str(folder), **T0) as llm: 1 / 0
     assert llm.engine.runner is None
+
+
+def test_only_a_gpu_can_be_run_ahead_of(folder):
+    for options, ahead in ((dict(device="cpu"), 0), (dict(device="cpu", async_scheduling=False), 0),
+                           *([({}, 1), (dict(async_scheduling=False), 0)] if DEVICE == "cuda" else [])):
+        with LLM(str(folder), **{**T0, **options}) as llm:
+            assert llm.engine.steps_ahead == ahead and llm.engine.config.async_scheduling == options.get("async_scheduling", True)
+
+
+def test_a_call_that_runs_ahead_says_the_same(folder, alone):
+    with LLM(str(folder), **T0) as llm:
+        llm.engine.steps_ahead = 1
+        for _ in range(2): check_answers(llm, alone)
+        streamed = tokens(llm.stream(PROMPTS[0], GREEDY))
+        assert streamed == [alone[0][:n] for n in range(1, 9)]

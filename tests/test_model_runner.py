@@ -127,6 +127,68 @@ def test_decodes_chunks_and_prompts_in_one_step_equal_solo_runs():
         assert seq.output_token_ids == generate(runner, prompt, num_output_tokens=seq.num_output_tokens)[0]
 
 
+def launch_ahead(runner, manager, schedule):
+    "Launch step after step, the results of each taken when the next is on its way; the launched steps"
+    launched, previous = [], None
+    for seqs, num_tokens in schedule:
+        for seq, n in zip(seqs, num_tokens): manager.append(seq, seq.num_computed_tokens + n)
+        step = runner.launch(seqs, num_tokens, previous)
+        for seq, n in zip(seqs, num_tokens):
+            seq.num_computed_tokens += n
+            if seq.num_uncomputed_tokens == 0: seq.append_unknown_token()
+        for earlier, token_ids in launched[-1:]:
+            for seq, token_id in zip(earlier, previous.wait()):
+                token_ids.append(token_id)
+                if token_id >= 0: seq.set_unknown_token(token_id)
+        launched.append((seqs, []))
+        previous = step
+    return launched, previous
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.9, top_k=20)], ids=["greedy", "sampled"])
+def test_a_launch_with_unknown_tokens_gives_the_tokens_of_a_run(params):
+    "Decodes alone, and beside chunks of a prompt, with rows that change places between the steps"
+    runner = make_runner()
+
+    def requests():
+        manager = BlockManager(64, 4, enable_prefix_caching=False)
+        return manager, admit(runner, manager, PROMPT, [3], list(range(9)), params=params)
+
+    def schedule(long, short, middle):
+        return [([short, middle, long], [1, 9, 6]), ([short, middle, long], [1, 1, 1]), ([middle, short, long], [1, 1, 13]),
+                ([long, middle], [1, 1]), ([middle, long], [1, 1])]
+
+    manager, seqs = requests()
+    expected = [advance(runner, manager, *step) for step in schedule(*seqs)]
+    manager, again = requests()
+    launched, last = launch_ahead(runner, manager, schedule(*again))
+    assert [token_ids for _, token_ids in launched[:-1]] + [last.wait()] == expected
+    assert any(seq.num_unknown_tokens for seq in again) and last.rows == {2: 0, 0: 1}
+
+
+def test_a_token_that_could_not_be_sampled_disturbs_nobody_in_the_next_launch():
+    runner = make_runner()
+    manager = BlockManager(64, 4, enable_prefix_caching=False)
+    seqs = admit(runner, manager, PROMPT, [1, 2, 3])
+    previous = runner.launch(seqs, [20, 3])
+    with torch.inference_mode(): previous.tokens[1] = -1
+    for seq, n in zip(seqs, [20, 3]):
+        seq.num_computed_tokens = n
+        seq.append_unknown_token()
+        manager.append(seq, n + 1)
+    expected, _ = generate(make_runner(), PROMPT, num_output_tokens=2)
+    assert runner.launch(seqs, [1, 1], previous).wait()[0] == expected[1]
+
+
+def test_a_chunk_brings_nothing_and_knows_all():
+    runner = make_runner()
+    seq, = admit(runner, BlockManager(64, 4), PROMPT)
+    step = runner.launch([seq], [8])
+    assert step.tokens is None and step.rows == {} and step.wait() == [-1]
+    seq.num_computed_tokens = 8
+    assert runner.launch([seq], [12], step).wait() == generate(make_runner(), PROMPT, num_output_tokens=1)[0]
+
+
 def test_greedy_and_sampled_rows_of_one_step_keep_to_themselves():
     runner = make_runner()
     alone, _ = generate(runner, PROMPT, num_output_tokens=8)

@@ -11,7 +11,7 @@ import torch
 import minivllm.kernels.prefill_hopper as module
 from minivllm.kernels.prefill import paged_prefill_torch
 from minivllm.kernels.prefill_hopper import BLOCK_M, fits_hopper, is_hopper, paged_prefill, paged_prefill_hopper, plan_prefill
-from paging import DEVICES, paged_batch
+from paging import DEVICES, KERNEL_DEVICES, paged_batch
 
 ROOT = Path(__file__).parents[1]
 HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda", 0))
@@ -38,7 +38,7 @@ def plan_of(query_lens, context_lens, device, padded=0):
     return plan_prefill(cu_seqlens_q, context_lens, sum(query_lens) + padded).tolist()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("query_lens, context_lens", [
     ([1], [1]), ([128], [128]), ([129], [1000]), ([127, 128, 129, 1], [127, 600, 129, 5]), ([1] * 9, list(range(1, 10))),
     ([0, 5, 0, 300, 0], [0, 5, 7, 300, 0]), ([300 * 128], [300 * 128]),
@@ -51,7 +51,7 @@ def test_plan(query_lens, context_lens, device):
 
 
 def test_plan_of_a_padded_step():
-    plan = plan_of([130, 2], [130, 9], DEVICES[-1], padded=1000)
+    plan = plan_of([130, 2], [130, 9], KERNEL_DEVICES[0], padded=1000)
     assert [row for row in plan if row[3]] == expected_plan([130, 2], [130, 9])
 
 

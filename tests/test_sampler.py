@@ -18,12 +18,13 @@ from minivllm.layers.sampler import (
     most_likely,
     noise_of,
     philox,
+    quad_noise,
     race,
     sample,
     sample_torch,
     sample_triton,
 )
-from paging import DEVICES
+from paging import KERNEL_DEVICES
 
 FOUR = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
 
@@ -102,7 +103,7 @@ def bits_kernel(ours_ptr, tritons_ptr, picked_ptr, seed_ptr, position_ptr, choic
         tl.store(tritons_ptr + row * 4 * N + quads * 4 + i, words[i].to(tl.int64))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_bits_are_tritons_and_the_kernels(device):
     "Torch twin, kernels and `tl.philox(seed, id // 4, position, choice, 0)` have the same bits, compiled or interpreted"
     seeds = torch.tensor([0, 1, 2**31, 2**32 + 5, 2**63 - 1], device=device)
@@ -126,7 +127,7 @@ def noise_kernel(bits_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + ids, sampler.exponential(tl.load(bits_ptr + ids).to(tl.uint32)))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_kernel_noise_is_the_exact_exponential(device):
     "-log(1 - u) to a few units in the last place, over all 32 bits, and never 0 or infinite"
     edges = torch.tensor([0, 1, 2, 2**24, 2**31 - 2**8, 2**31 - 1, 2**31, MASK32 - 2**8, MASK32 - 1, MASK32])
@@ -235,6 +236,39 @@ def test_flat_vocabulary_favours_no_id():
     assert p_value(ids % 4, torch.full((4,), 0.25)) > 1e-3
 
 
+@pytest.mark.parametrize("vocab_size, temperature", [(255, 1.0), (257, 1.0), (800, 1.5)])
+def test_two_races_draw_from_the_softmax(vocab_size, temperature):
+    "Blocks of 256 ids, the last one short: a correct sampler fails once in a thousand trials, for each seed"
+    logits = 1.5 * torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    logits[::7] = -torch.inf
+    possible = logits.isfinite()
+    for seed in (0, 2**33):
+        ids = draws(logits, 30_000, seed=seed, temperature=temperature)
+        assert possible[ids].all()
+        place = possible.cumsum(0) - 1
+        assert p_value(place[ids], (logits[possible] / temperature).softmax(-1)) > 1e-3
+
+
+def test_the_races_are_independent(monkeypatch):
+    "With the same numbers in both, the place within the block depends on whether the block won"
+    logits = torch.randn(800, generator=torch.Generator().manual_seed(1))
+    logits[:4] += 4  # the ids that would share their numbers with the blocks
+    assert 4 * sampler.FIRST_QUAD >= 2**31  # behind every id
+    assert p_value(draws(logits, 30_000), logits.softmax(-1)) > 1e-3
+    monkeypatch.setattr(sampler, "FIRST_QUAD", 0)
+    assert p_value(draws(logits, 30_000), logits.softmax(-1)) < 1e-9
+
+
+def test_blocks_are_drawn_by_their_mass():
+    "A whole vocabulary: how often each tenth of its blocks is drawn, and each quarter of a block"
+    logits = torch.randn(151_936, generator=torch.Generator().manual_seed(3))
+    logits += torch.linspace(0, 2, len(logits))
+    probs, ids = logits.double().softmax(-1), draws(logits, 2000)
+    for groups, count in ((torch.arange(len(logits)) // 15_200, 10), (torch.arange(len(logits)) % 256 // 64, 4)):
+        expected = torch.zeros(count, dtype=torch.double).index_add(0, groups, probs)
+        assert p_value(groups[ids], expected) > 1e-3
+
+
 def test_greedy_and_drawn_rows_share_a_batch():  # F29
     logits = torch.tensor([[1.0, 3.0, 2.0], [1.0, 3.0, 2.0]])
     ids = torch.stack(
@@ -331,6 +365,19 @@ def reference_kept(scaled, top_k, top_p, min_p):
     return ids
 
 
+def reference_draw(scaled, seeds, positions, size=256):
+    "Two races in float64, row by row: among the blocks' masses, then within the block"
+    ids = []
+    for row, seed, position in zip(scaled.double(), seeds.view(-1, 1), positions.view(-1, 1)):
+        masses = torch.stack([block.exp().sum() for block in row.split(size)])
+        quads = torch.arange(-(-len(masses) // 4))
+        noise = quad_noise(seed, position, 2**30 + quads).flatten()[: len(masses)].double()
+        block = int((masses / noise).argmax())
+        place = torch.arange(block * size, min(block * size + size, len(row)))
+        ids.append(int(place[(row[place] - noise_of(seed, position, place[None])[0].double().log()).argmax()]))
+    return torch.tensor(ids)
+
+
 PARAMETERS = st.tuples(
     st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.5]),  # temperature
     st.integers(0, 2**63 - 1),
@@ -369,7 +416,7 @@ def pick(batch, index):
 @given(st.lists(PARAMETERS, min_size=1, max_size=5), st.sampled_from([3, 40, 500, 5000]))
 @settings(max_examples=80, deadline=None)
 def test_tokens_are_the_references(requests, vocab_size):
-    "A race over the whole row among the ids that a plain reference keeps has the same winner"
+    "Rows that ask: the winner of a race among the ids that a plain reference keeps; others: of two races"
     batch = make_batch(requests, vocab_size)
     got = sample_torch(**batch)
     noise = exponential_noise(batch["seeds"], batch["positions"], vocab_size)
@@ -379,6 +426,9 @@ def test_tokens_are_the_references(requests, vocab_size):
             assert got[i] == logits.argmax()
             continue
         scaled = (logits - logits.max()) / torch.tensor(temperature)
+        if not 0 < top_k < vocab_size and top_p == 1 and min_p == 0:
+            assert got[i] == reference_draw(scaled[None], batch["seeds"][i : i + 1], batch["positions"][i : i + 1])
+            continue
         ids = reference_kept(scaled.tolist(), top_k, top_p, min_p)
         if ids is not None:
             excluded = torch.ones(vocab_size, dtype=torch.bool).index_fill(
@@ -516,11 +566,10 @@ def test_bfloat16_logits_are_sampled_in_float32():  # F39
 
 
 def test_no_step_of_a_draw_is_in_half_precision():  # F39: a rounded score or noise moves some rows
-    n, vocab_size = 3000, 300
+    n, vocab_size = 1000, 600
     logits = (2 * torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(0))).bfloat16()
     keys = dict(seeds=torch.arange(n), positions=torch.arange(n))
-    noise = exponential_noise(*keys.values(), vocab_size).double()
-    expected = (logits.double() / 0.75 - noise.log()).argmax(-1)
+    expected = reference_draw((logits.double() - logits.double().amax(1, keepdim=True)) / 0.75, **keys)
     assert torch.equal(sample_torch(logits, **rows(n, temperature=0.75), **keys), expected)
     for filters in ({"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.01}):
         options = rows(n, temperature=0.75, **filters) | keys
@@ -579,20 +628,25 @@ def test_module_is_the_function():
 
 @pytest.fixture
 def tiles(monkeypatch):
-    "Tiles so small that a small vocabulary has many: several parts, short and long prefixes"
+    "Blocks so small that a small vocabulary has many; short and long prefixes"
     set_tiles(monkeypatch, 16, 128, 64)
 
 
-def set_tiles(monkeypatch, slots, scan, capacity):
-    for name, value in dict(SLOTS=slots, GROUPS=4, SCAN=scan, CAPACITY=capacity, RACE_WARPS=4, FILTER_WARPS=4).items():
+def set_tiles(monkeypatch, block, scan, capacity):
+    for name, value in dict(BLOCK=block, BLOCKS=4, LANES=scan, SCAN=2 * scan, CAPACITY=capacity, FILTER_WARPS=4).items():
         monkeypatch.setattr(sampler, name, value)
 
 
-def same_tokens(batch, device="cpu"):
+def same_tokens(batch, device=KERNEL_DEVICES[0]):
     "Whether the kernels draw what the twin draws"
     got = sample_triton(**{name: value.to(device) for name, value in batch.items()})
     assert got.dtype == torch.int64 and got.device.type == device
     return torch.equal(got.cpu(), sample_torch(**batch))
+
+
+def on_kernels(batch):
+    "The tokens that the kernels draw"
+    return sample_triton(**{name: value.to(KERNEL_DEVICES[0]) for name, value in batch.items()}).cpu()
 
 
 def is_close_call(logits, temperature, top_k, top_p, min_p):
@@ -609,20 +663,19 @@ def is_close_call(logits, temperature, top_k, top_p, min_p):
     st.sampled_from([(1, 16, 64, 32), (3, 16, 64, 32), (257, 16, 64, 32), (640, 16, 256, 64), (1000, 16, 512, 256)]),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_kernels_draw_the_twins_tokens(requests, sizes, dtype):
     vocab_size, *sizes = sizes
     batch = make_batch(requests, vocab_size)
     batch["logits"] = batch["logits"].to(dtype)
     with pytest.MonkeyPatch.context() as monkeypatch:
         set_tiles(monkeypatch, *sizes)
-        got = sample_triton(**batch)
-    twin = sample_torch(**batch)
+        got, twin = on_kernels(batch), sample_torch(**batch)
     for i, (temperature, _, _, *filters, _, _, _) in enumerate(requests):
         assert got[i] == twin[i] or is_close_call(batch["logits"][i].float(), temperature, *filters)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("filters", [{}, {"top_k": 20}, {"top_k": 200}, {"top_p": 0.9}, {"min_p": 0.02}])
 def test_kernels_on_awkward_rows(device, filters, tiles):
     n, generator = 2, torch.Generator().manual_seed(0)
@@ -647,10 +700,10 @@ def test_kernels_on_awkward_rows(device, filters, tiles):
             assert same_tokens(batch, device), (name, temperature)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1.0, 3.4e38])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 1.0}])
-@pytest.mark.filterwarnings("ignore:overflow")  # of the interpreter
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:All-NaN", "ignore:divide by zero")  # of the interpreter
 def test_kernels_refuse_what_the_twin_refuses(device, temperature, filters, tiles):
     logits = 3e3 * torch.randn(8, 600, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     logits[0, 550] = torch.nan
@@ -666,14 +719,14 @@ def test_kernels_refuse_what_the_twin_refuses(device, temperature, filters, tile
     assert sample_torch(**batch).tolist()[:7] == [-1, -1, -1, 599, -1, -1, 0]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_kernels_without_rows(device):
     none = torch.empty(0, dtype=torch.int64, device=device)
     ids = sample_triton(torch.empty(0, 50, device=device), none.float(), none, none, top_k=none)
     assert ids.shape == (0,) and ids.dtype == torch.int64
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_kernels_read_parameters_that_are_not_contiguous(device, tiles):
     batch = make_batch([(1.0, s, 5, 4, 0.9, 0.01, 3.0, s, False) for s in range(4)], 300)
     spread = {name: x if x.ndim == 2 else torch.stack([x, x + 1], 1)[:, 0] for name, x in batch.items()}
@@ -687,9 +740,9 @@ def test_a_kernels_row_depends_on_itself_alone(requests, random):  # F32
     batch = make_batch(requests, 300)
     with pytest.MonkeyPatch.context() as monkeypatch:
         set_tiles(monkeypatch, 16, 128, 64)
-        together = sample_triton(**batch)
+        together = on_kernels(batch)
         order = random.sample(range(len(requests)), random.randint(1, len(requests)))
-        assert torch.equal(sample_triton(**pick(batch, order)), together[order])
+        assert torch.equal(on_kernels(pick(batch, order)), together[order])
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 150}, {"top_p": 0.6}, {"top_k": 150, "top_p": 0.6}, {"top_p": 1e-60}])
@@ -701,64 +754,43 @@ def test_prefixes_that_do_not_fit_the_shortlist(filters, monkeypatch):
     assert same_tokens(dict(logits=logits, **rows(6, temperature=1.0, **filters), **keys))
 
 
-def test_parts_change_nothing(monkeypatch):
-    "However a row is cut, whoever is the first stays the first"
+@pytest.mark.parametrize("blocks, block", [(1, 256), (2, 64), (16, 16), (8, 256)])
+def test_programs_change_nothing(blocks, block, monkeypatch):
+    "However many blocks a program takes, the first to arrive is the same"
     batch = make_batch([(t, s, 5, 0, 1.0, 0.0, 2.0, s, True) for s, t in enumerate((0.0, 0.5, 1.0, 1.0))], 1000)
     for name in ("top_k", "top_p", "min_p"):
         del batch[name]
-    set_tiles(monkeypatch, 16, 64, 32)
-    for parts in (1, 2, 3, 4):
-        monkeypatch.setattr(sampler, "race_parts", lambda *_: parts)
-        assert same_tokens(batch), parts
-
-
-@triton.jit
-def scan_kernel(logits_ptr, bound_ptr, rival_ptr, tiles, end, seed, position, scale, SLOTS: tl.constexpr):
-    seed, position = tl.full((), seed, tl.int64), tl.full((), position, tl.int32)
-    bound, tile_of, rival = sampler.scan(logits_ptr, 0, tiles, end, scale > 0, seed, position, scale, SLOTS)
-    tl.store(bound_ptr + tl.arange(0, SLOTS), bound)
-    tl.store(rival_ptr + tl.arange(0, SLOTS), rival)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_bounds_hold_and_are_tight(device):
-    "No score is above its slot's bound, which is the best of its quads' bounds: at most 0.09 above the formula"
-    slots, tiles, end = 64, 8, 8 * 1024 - 5
-    logits = torch.randn(8 * 1024, generator=torch.Generator().manual_seed(0))
-    logits[end:] = -torch.inf
-    bound, rival = torch.empty(2, slots, device=device)
-    scan_kernel[(1,)](logits.to(device), bound, rival, tiles, end, 5, 6, 1 / math.log(2), slots)
-    noise = exponential_noise(torch.tensor([5]), torch.tensor([6]), len(logits)).view(-1, 4)
-    quads = logits.view(-1, 4).double()
-    scores = (quads - noise.double().log()).max(-1).values / math.log(2) - 32
-    formula = (quads.max(-1).values - (-torch.expm1(-noise.double().min(-1).values)).log()) / math.log(2) - 32
-    in_slots = lambda x: x.view(tiles, 4, slots).max(1).values  # the best of a slot's quads in each tile
-    assert (bound.cpu() >= in_slots(scores).max(0).values - 1e-4).all()
-    highest, second = in_slots(formula).topk(2, dim=0).values
-    for got, wanted in ((bound.cpu(), highest), (rival.cpu(), second)):
-        assert (got > wanted - 1e-4).all() and (got < wanted + 0.09).all()
-
-
-def test_rivals_in_a_slot_are_looked_at(monkeypatch):
-    "Equal logits in one slot's tiles: the winner is often not in the tile with the best bound"
-    set_tiles(monkeypatch, 16, 64, 32)
-    n = 20
-    logits = torch.full((n, 1024), -50.0)
-    logits[:, 20::256] = 0.0  # the same slot of all four tiles
-    logits[:, 21::256] = 2.0
-    batch = dict(logits=logits, **rows(n, temperature=1.0), seeds=torch.arange(n), positions=torch.arange(n))
-    monkeypatch.setattr(sampler, "race_parts", lambda *_: 1)
+    monkeypatch.setattr(sampler, "BLOCK", block)
+    monkeypatch.setattr(sampler, "BLOCKS", blocks)
     assert same_tokens(batch)
 
 
-def test_parts_fit_the_gpu():
-    for num_rows in (1, 2, 7, 64, 131, 132, 133, 256, 1000, 20_000):
-        for num_tiles in (1, 2, 6, 19, 32):
-            parts = sampler.race_parts(num_rows, num_tiles, 132)
-            assert 1 <= parts <= num_tiles
-            per_part = -(-num_tiles // parts)
-            assert (parts - 1) * per_part < num_tiles  # none is empty
-    assert sampler.race_parts(1, 19, 132) == 19 and sampler.race_parts(10_000, 19, 132) == 1
+def test_kernels_draw_the_twins_tokens_from_a_whole_vocabulary():
+    n = 4
+    logits = 2 * torch.randn(n, 151_936, generator=torch.Generator().manual_seed(0)).bfloat16()
+    keys = dict(seeds=torch.arange(n), positions=torch.arange(n))
+    assert same_tokens(dict(logits=logits, temperature=torch.tensor([0.0, 0.5, 1.0, 2.0]), **keys))
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("passes, dtype", [(8, torch.bfloat16), (10, torch.float16), (16, torch.float32)])
+def test_an_order_without_gaps(device, passes, dtype):
+    "Integers order like the logits, and their highest bits are enough to give a logit back"
+    x = torch.randn(128, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 4, 128)
+    x[:4] = torch.tensor([0.0, -torch.inf, 1.0, -1.0])
+    x = x.to(dtype).float().sort().values.to(device)
+    order, back = torch.empty(128, dtype=torch.int64, device=device), torch.empty(128, device=device)
+    order_kernel[(1,)](x, order, back, passes, 128)
+    assert (order[1:] >= order[:-1]).all() and torch.equal(order[1:] == order[:-1], x[1:] == x[:-1])
+    assert torch.equal(back, x)
+
+
+@triton.jit
+def order_kernel(x_ptr, order_ptr, back_ptr, PASSES: tl.constexpr, N: tl.constexpr):
+    order = sampler.order_of(tl.load(x_ptr + tl.arange(0, N)))
+    tl.store(order_ptr + tl.arange(0, N), order.to(tl.int64))
+    known = (order >> (32 - 2 * PASSES)) << (32 - 2 * PASSES)
+    tl.store(back_ptr + tl.arange(0, N), sampler.logit_of(known, PASSES))
 
 
 def test_dispatcher_takes_torch_on_the_cpu(monkeypatch):

@@ -12,6 +12,7 @@ from minivllm.engine.sequence import Sequence, SequenceStatus
 from minivllm.sampling_params import SamplingParams
 
 POLICIES = pytest.mark.parametrize("policy", ["mixed", "prefill_first"])
+AHEAD = pytest.mark.parametrize("steps_ahead", [0, 1], ids=["in step", "one ahead"])
 
 
 def sevens(value):
@@ -84,10 +85,13 @@ def test_partly_prefilled_sequences_count_as_running():  # F20
 
 
 @POLICIES
+@AHEAD
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])
-def test_max_tokens_is_exact(policy, max_tokens):  # F19
-    seq = HostEngine(policy=policy).generate([1, 2, 3], max_tokens)
+def test_max_tokens_is_exact(policy, max_tokens, steps_ahead):  # F19
+    engine = HostEngine(policy=policy, steps_ahead=steps_ahead)
+    seq = engine.generate([1, 2, 3], max_tokens)
     assert seq.num_output_tokens == max_tokens and seq.finish_reason == "length"
+    assert len(engine.steps) == max_tokens  # also ahead: this end is known before its token is
 
 
 def test_length_beyond_the_limit_ends_too():  # F19: compared by >=, not by ==
@@ -101,17 +105,19 @@ def test_length_beyond_the_limit_ends_too():  # F19: compared by >=, not by ==
 # conservation and preemption
 
 @POLICIES
-def test_nobody_is_lost_at_the_cap(policy):  # F21 (a); HostEngine.check counts after each schedule and postprocess
-    engine = HostEngine(max_num_seqs=2, policy=policy)
+@AHEAD
+def test_nobody_is_lost_at_the_cap(policy, steps_ahead):  # F21 (a); HostEngine.check counts after each schedule and result
+    engine = HostEngine(max_num_seqs=2, policy=policy, steps_ahead=steps_ahead)
     seqs = [engine.add([i, 1, 2], max_tokens=3) for i in range(3)]
     engine.run()
     assert all(seq.num_output_tokens == 3 for seq in seqs)
 
 
 @POLICIES
+@AHEAD
 @pytest.mark.parametrize("caching", [True, False])
-def test_preempted_sequences_give_the_same_tokens(policy, caching):  # F21 (b)
-    engine = HostEngine(num_blocks=4, policy=policy, caching=caching)
+def test_preempted_sequences_give_the_same_tokens(policy, caching, steps_ahead):  # F21 (b)
+    engine = HostEngine(num_blocks=4, policy=policy, caching=caching, steps_ahead=steps_ahead)
     seqs = [engine.add(range(10 * i, 10 * i + 7), max_tokens=6) for i in range(2)]
     engine.run()
     assert engine.scheduler.num_preemptions > 0
@@ -242,7 +248,7 @@ def test_abort_at_any_moment(when):
 
 
 @pytest.mark.parametrize("at", range(20))
-def test_abort_while_the_model_runs(at):  # F72, as far as one step in flight goes
+def test_abort_while_the_model_runs(at):  # F72, without running ahead
     engine = HostEngine(num_blocks=40, max_num_seqs=9, model=sevens)
     seqs = [engine.add([i, 1, 2], max_tokens=20) for i in range(8)]
     for _ in range(at): engine.step()
@@ -265,6 +271,117 @@ class SlotsOfAnybody(dict):
 
 class AnyValue:
     def __eq__(self, other): return True
+
+
+# one step ahead of the results
+
+@pytest.mark.parametrize("at", range(20))
+def test_abort_of_a_request_that_is_in_flight(at):  # F72
+    engine = HostEngine(num_blocks=60, max_num_seqs=9, steps_ahead=1)
+    seqs = [engine.add([i, 1, 2], max_tokens=20) for i in range(8)]
+    for _ in range(at + 1): engine.step()
+    assert len(engine.in_flight) == 1 and len(engine.in_flight[0][0].seqs) == 8
+    victim = seqs[at % 8]
+    engine.scheduler.abort(victim)
+    engine.check()
+    assert victim.num_output_tokens == at and victim.finish_reason == "abort"  # the token in flight comes too late
+    seqs.append(engine.add([50 + at, 1], max_tokens=2))  # into the blocks that were given back
+    finished = []
+    while engine.scheduler.has_unfinished():
+        step = engine.scheduler.schedule()
+        if step.seqs: engine.launch(step)
+        while len(engine.in_flight) > bool(step.seqs): finished += engine.resolve()
+    assert victim.num_output_tokens == at and engine.manager.num_free_blocks == 60
+    assert sorted(seq.seq_id for seq in finished) == [seq.seq_id for seq in seqs if seq is not victim]
+    for seq in finished: assert seq.output_token_ids == solo_output(seq.token_ids[: seq.num_prompt_tokens], 20 if seq.seq_id < 8 else 2)
+
+
+def test_a_stop_token_is_noticed_a_step_late_and_what_came_after_it_is_dropped():
+    prompt = next(p for p in ([i, 5, 6] for i in range(50)) if 3 < len(solo_output(p, 20, stop={2})) < 9)
+    expected = solo_output(prompt, 20, stop={2})
+    engine = HostEngine(steps_ahead=1)
+    seq = engine.add(prompt, max_tokens=20, stop={2})
+    engine.run()
+    assert seq.output_token_ids == expected and (seq.finish_reason, seq.num_unknown_tokens) == ("stop", 0)
+    assert len(engine.steps) == len(expected) + 1 and len(engine.in_flight) == 1  # nobody waits for the last step
+    again = engine.add(prompt, max_tokens=20, stop={2})
+    engine.run()
+    assert again.output_token_ids == expected and again.num_cached_tokens == 0
+
+
+def test_blocks_are_kept_until_the_last_token_is_here():
+    engine = HostEngine(steps_ahead=1)
+    seq = engine.add([1, 2, 3], max_tokens=1)
+    engine.step()
+    assert seq in engine.scheduler.ending and not engine.scheduler.running and engine.scheduler.has_unfinished()
+    assert len(seq.block_table) == 1 and seq.output_token_ids == [] and not seq.is_finished
+    assert engine.resolve() == [seq] and not seq.block_table and not engine.scheduler.has_unfinished()
+
+
+def test_blocks_of_a_request_that_stopped_are_taken_while_it_is_in_flight():
+    "Two blocks: the second request writes into those that the discarded step has just written into"
+    prompt, other = [4, 5, 6], list(range(20, 27))
+    engine = HostEngine(num_blocks=2, steps_ahead=1)
+    first, second = engine.add(prompt, max_tokens=4, stop={solo_output(prompt, 2)[1]}), engine.add(other, max_tokens=2)
+    while not first.is_finished: engine.step()
+    assert len(engine.in_flight) == 1 and engine.in_flight[0][0].seqs == [first]
+    engine.step()
+    assert engine.in_flight[0][0].seqs == [second]
+    engine.run()
+    assert second.output_token_ids == solo_output(other, 2)
+
+
+def test_a_token_comes_to_a_request_that_was_preempted_meanwhile():
+    engine = HostEngine(num_blocks=4, block_size=2, steps_ahead=1)
+    seqs = [engine.add([10 * i, 1, 2], max_tokens=5) for i in range(2)]
+    preempted = []
+    while not preempted:
+        known = seqs[1].num_output_tokens
+        preempted = engine.step().preempted
+    assert preempted == [seqs[1]] and seqs[1].num_output_tokens == known + 1 and not seqs[1].block_table
+    engine.run()
+    for seq in seqs: assert seq.output_token_ids == solo_output(seq.token_ids[:3], 5)
+
+
+def test_results_of_before_a_preemption_index_no_block_of_after_it():
+    "Preempted, and admitted again before its earlier step has its results: other blocks, in which that step has written nothing"
+    engine = HostEngine(num_blocks=8, steps_ahead=1)
+    seq = engine.add([1, 2, 3], max_tokens=6)
+    engine.launch(engine.scheduler.schedule())
+    engine.launch(engine.scheduler.schedule())  # fills the first block, with a token that nobody knows yet
+    engine.resolve()
+    engine.scheduler._preempt(seq)
+    engine.scheduler.max_num_batched_tokens = 2
+    engine.launch(engine.scheduler.schedule())  # from the start: half of a block
+    engine.resolve()
+    assert not engine.manager.hash_to_blocks
+    engine.run()
+    assert seq.output_token_ids == solo_output([1, 2, 3], 6)
+
+
+@AHEAD
+def test_a_prompt_is_found_from_the_step_after_its_own(steps_ahead):
+    "Not only when its results are here: whoever finds it runs later"
+    engine = HostEngine(num_blocks=40, budget=20, steps_ahead=steps_ahead)
+    seqs = [engine.add([*range(12), 50 + i], max_tokens=3) for i in range(3)]
+    engine.run()
+    # the second prompt's chunk shares the first step; the third comes in the second
+    assert [seq.num_cached_tokens for seq in seqs] == [0, 0, 12]
+    for seq in seqs: assert seq.output_token_ids == solo_output(seq.token_ids[:13], 3)
+
+
+def test_an_error_in_flight_ends_one_sequence_and_leaves_nothing_in_the_cache():
+    engine = HostEngine(model=sevens, steps_ahead=1)
+    bad, good = engine.add([1, 2, 3, 4], max_tokens=9), engine.add([11, 2, 3, 4], max_tokens=9)
+    engine.step()
+    step, token_ids, tokens = engine.in_flight[0]
+    token_ids[0] = -1
+    engine.step()
+    assert bad.finish_reason == "error" and bad.output_token_ids == [] and good.output_token_ids == [7]
+    assert engine.in_flight[0][0].seqs == [bad, good]  # its next token is computed for nothing
+    engine.run()
+    assert good.num_output_tokens == 9 and bad.output_token_ids == []
+    assert not engine.manager.lookup(Sequence(9, [1, 2, 3, 4, 5], SamplingParams(), 4))
 
 
 # chunks, budget, order
@@ -300,8 +417,9 @@ def test_repeated_prompt_has_a_token_to_compute():  # F04
 
 @pytest.mark.parametrize("budget", [1, 3, 7, 8, 20, 64])
 @POLICIES
-def test_same_tokens_for_any_budget(budget, policy):  # F25
-    engine = HostEngine(budget=budget, policy=policy)
+@AHEAD
+def test_same_tokens_for_any_budget(budget, policy, steps_ahead):  # F25
+    engine = HostEngine(budget=budget, policy=policy, steps_ahead=steps_ahead)
     seqs = [engine.add(range(start, start + 20), max_tokens=6) for start in (30, 60)]
     engine.run()
     assert all(sum(step.values()) <= budget for step in engine.steps)

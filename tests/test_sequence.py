@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from minivllm.engine.sequence import Sequence, SequenceStatus
+from minivllm.engine.sequence import UNKNOWN, Sequence, SequenceStatus
 from minivllm.sampling_params import SamplingParams
 
 
@@ -39,6 +39,20 @@ def test_sampled_token_is_known_before_it_is_computed():
     seq.append_token(8)
     assert (seq.num_tokens, len(seq), seq.num_computed_tokens, seq.num_uncomputed_tokens) == (4, 4, 3, 1)
     assert seq.num_prompt_tokens == 3 and seq.output_token_ids == [8] and seq.num_output_tokens == 1
+
+
+def test_unknown_tokens_count_for_the_engine_and_not_for_the_user():
+    seq = sequence([5, 6, 7])
+    seq.append_token(8)
+    for _ in range(2): seq.append_unknown_token()
+    assert (seq.num_tokens, seq.num_unknown_tokens, seq.first_unknown) == (6, 2, 4) and seq.token_ids[4:] == [UNKNOWN] * 2
+    assert seq.output_token_ids == [8] and seq.num_output_tokens == 1 and seq.num_blocks == 2
+    seq.set_unknown_token(9)
+    assert seq.output_token_ids == [8, 9] and (seq.num_unknown_tokens, seq.first_unknown, seq.num_tokens) == (1, 5, 6)
+    seq.drop_unknown_tokens()
+    assert seq.token_ids == [5, 6, 7, 8, 9] and seq.num_unknown_tokens == 0 and seq.first_unknown == 5
+    seq.drop_unknown_tokens()
+    assert seq.output_token_ids == [8, 9]
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])

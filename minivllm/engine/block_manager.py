@@ -42,7 +42,7 @@ class Block:
         self.ref_count = 1
         self.hash = self.token_ids = self.content_id = self.parent_id = None
 
-# %% ../../nbs/26_engine.block_manager.ipynb #46c73b06
+# %% ../../nbs/26_engine.block_manager.ipynb #af5664a2
 class BlockManager:
     "Gives blocks to sequences, shares equal prefixes, recycles what was unused for longest"
 
@@ -157,14 +157,18 @@ class BlockManager:
     def _take(self):
         "The block that was unused for longest; what it held can't be found any more"
         block_id, _ = self.free_block_ids.popitem(last=False)
-        block = self.blocks[block_id]
+        self._forget(self.blocks[block_id])
+        self.blocks[block_id].reset()
+        return block_id
+
+    def _forget(self, block):
+        "Take a block out of the index"
         if block.hash is not None:
             twins = self.hash_to_blocks[block.hash]
             twins.remove(block)
             if not twins:
                 del self.hash_to_blocks[block.hash]
-        block.reset()
-        return block_id
+            block.hash = None
 
     # after a step, and at the end
 
@@ -187,6 +191,13 @@ class BlockManager:
             twin = self.find(block.hash, block.token_ids, block.parent_id)
             block.content_id = twin.content_id if twin else next(self._content_ids)
             self.hash_to_blocks.setdefault(block.hash, []).append(block)
+
+    def forget_full_blocks(self, seq: Sequence, num_computed_before: int, num_computed: int):
+        "Undo `cache_full_blocks`: what the step computed can't be trusted"
+        if not self.enable_prefix_caching:
+            return
+        for i in range(num_computed_before // self.block_size, num_computed // self.block_size):
+            self._forget(self.blocks[seq.block_table[i]])
 
     def deallocate(self, seq: Sequence):
         "Take all blocks back; their content stays findable until they are recycled"

@@ -103,9 +103,9 @@ class LaunchedStep:
                 token_ids[i] = token_id
         return token_ids
 
-# %% ../../nbs/31_engine.model_runner.ipynb #72d8ad1a
+# %% ../../nbs/31_engine.model_runner.ipynb #56d41351
 class ModelRunner:
-    "Holds the model and its KV cache on one device, and runs one step at a time"
+    "Holds the model and its KV cache on one device, and runs steps"
 
     def __init__(
         self,

@@ -12,21 +12,21 @@ from dataclasses import dataclass, field
 from .block_manager import BlockManager
 from .sequence import Sequence, SequenceStatus
 
-# %% ../../nbs/32_engine.scheduler.ipynb #972477ff
+# %% ../../nbs/32_engine.scheduler.ipynb #9ec75e0b
 @dataclass
 class SchedulerOutput:
     "The work of one step: who runs, and with how many tokens"
     seqs: list[Sequence] = field(default_factory=list)       # those with a single token first
     num_tokens: list[int] = field(default_factory=list)      # of each, in this step
     preempted: list[Sequence] = field(default_factory=list)  # back in the queue, blocks lost
-    # of each, once launched: its computed tokens after the step, and its admission
-    launched: list[tuple[int, int]] = field(default_factory=list)
+    # of each, once launched: tokens computed with it, how many of them were known, the admission
+    launched: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
 
-# %% ../../nbs/32_engine.scheduler.ipynb #4e2d7f82
+# %% ../../nbs/32_engine.scheduler.ipynb #f0f29b19
 POLICIES = ("mixed", "prefill_first")
 
 
@@ -160,12 +160,18 @@ class Scheduler:
 
     def advance(self, step: SchedulerOutput):
         "A step was launched: count what it computes, keep a place for each token that it brings"
+        block_size, done = self.block_manager.block_size, SequenceStatus.FINISHED
         for seq, n in zip(step.seqs, step.num_tokens):
-            if seq.is_finished:  # aborted since
-                step.launched.append((-1, -1))
+            if seq.status is done:  # aborted since
+                step.launched.append((-1, -1, -1))
                 continue
-            end = seq.num_computed_tokens = seq.num_computed_tokens + n
-            step.launched.append((end, seq.admission))
+            before = seq.num_computed_tokens
+            end = seq.num_computed_tokens = before + n
+            known = min(end, seq.first_unknown) if seq.num_unknown_tokens else end
+            step.launched.append((end, known, seq.admission))
+            # whoever finds these blocks reads them in a later step, when this one has filled them
+            if known // block_size > before // block_size:
+                self.block_manager.cache_full_blocks(seq, before, known)
             if end == len(seq.token_ids):  # else a chunk, which brings nothing
                 seq.append_unknown_token()
                 if end + 1 >= seq.max_num_tokens:
@@ -179,22 +185,20 @@ class Scheduler:
         token_ids: list[int],    # sampled for each sequence; -1: could not be sampled
     ) -> list[Sequence]:         # those that end with this step
         "The results of a step are here: new tokens, full blocks for the cache, the end of what is over"
-        block_size, finished = self.block_manager.block_size, []
+        block_size, done, finished = self.block_manager.block_size, SequenceStatus.FINISHED, []
         rows = zip(step.seqs, step.num_tokens, step.launched, token_ids, strict=True)
-        for seq, n, (end, admission), token_id in rows:
-            if seq.status is SequenceStatus.FINISHED:
+        for seq, n, (end, known, admission), token_id in rows:
+            if seq.status is done:
                 continue  # aborted since, or ended by the token before
-            complete = seq.num_unknown_tokens > 0 and seq.first_unknown == end
-            if complete and token_id < 0:
-                finished.append(self._end(seq, "error"))
-                continue  # whoever gets no token may hold bad K/V: nothing for the cache
-            if complete:
-                seq.set_unknown_token(token_id)
-            # whoever was preempted since has lost the blocks
-            in_place = seq.status is SequenceStatus.RUNNING and seq.admission == admission
-            if in_place and end // block_size > (end - n) // block_size:
-                self.block_manager.cache_full_blocks(seq, end - n, end)
-            if complete and (reason := self._reason(seq, token_id, end + 1)):
+            reason = None
+            if seq.num_unknown_tokens and seq.first_unknown == end:  # else a chunk
+                reason = self._accept(seq, token_id)
+            if reason == "error":
+                if self._holds_blocks_of(seq, admission):  # bad K/V, perhaps: not for the cache
+                    self.block_manager.forget_full_blocks(seq, end - n, known)
+            elif end // block_size > known // block_size and self._holds_blocks_of(seq, admission):
+                self.block_manager.cache_full_blocks(seq, known, end)
+            if reason:
                 finished.append(self._end(seq, reason))
         return finished
 
@@ -203,11 +207,18 @@ class Scheduler:
         self.advance(step)
         return self.resolve(step, token_ids)
 
-    def _reason(self, seq, token_id, length):
-        "Why a sequence ends with this token, or None"
+    def _accept(self, seq, token_id):
+        "The first unknown token is here; returns why the sequence ends with it, or None"
+        if token_id < 0:
+            return "error"
+        seq.set_unknown_token(token_id)
         if token_id in seq.stop_token_ids:
             return "stop"
-        return "length" if length >= seq.max_num_tokens else None
+        return "length" if seq.first_unknown >= seq.max_num_tokens else None
+
+    def _holds_blocks_of(self, seq, admission):
+        "Whoever was preempted since has lost the blocks of that time, and may have others by now"
+        return seq.status is SequenceStatus.RUNNING and seq.admission == admission
 
     def _end(self, seq, reason):
         "Finish a sequence, wherever it is, and take its blocks back"

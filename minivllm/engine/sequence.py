@@ -21,7 +21,7 @@ class SequenceStatus(Enum):
     RUNNING = auto()
     FINISHED = auto()
 
-# %% ../../nbs/25_engine.sequence.ipynb #145e9a65
+# %% ../../nbs/25_engine.sequence.ipynb #b564abdf
 class Sequence:
     "The tokens of one request, and what the engine knows about them"
 
@@ -122,7 +122,7 @@ class Sequence:
 
     def set_unknown_token(self, token_id: int):
         "The first of the unknown tokens has become known"
-        self.token_ids[self.first_unknown] = token_id
+        self.token_ids[-self.num_unknown_tokens] = token_id
         self.num_unknown_tokens -= 1
 
     def drop_unknown_tokens(self):

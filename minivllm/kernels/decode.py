@@ -447,7 +447,7 @@ def find_shared_prefixes(
         used += needed
     return (rows, lens, starts) if used else None
 
-# %% ../../nbs/14_kernels.decode.ipynb #22dcf496
+# %% ../../nbs/14_kernels.decode.ipynb #68aedfa1
 @triton.jit(
     do_not_specialize=["table_stride", "num_seqs", "first_part"],
     do_not_specialize_on_alignment=["block_tables_ptr", "rows_ptr", "shared_lens_ptr"],
@@ -456,44 +456,46 @@ def shared_prefix_kernel(
     q_ptr, k_ptr, v_ptr, parts_ptr, lse_ptr, block_tables_ptr, rows_ptr, shared_lens_ptr, scale,
     q_stride, table_stride, num_seqs, first_part,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    DIM: tl.constexpr, SEQS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):
-    "One program: a part of a shared prefix, for the heads of a KV head in `TILE_ROWS` sequences"
+    "One program: a part of a shared prefix, for a KV head's query heads in `SEQS` sequences"
     kv_head, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    shared_len = tl.load(shared_lens_ptr + tile)
-    if shared_len == 0:
+    shared_len = tl.load(shared_lens_ptr + tile // SPLITS)
+    first_seq = tl.load(rows_ptr + tile * SEQS)
+    if (shared_len == 0) | (first_seq < 0):
         return
     share = tl.cdiv(tl.cdiv(shared_len, tl.num_programs(1)), TILE) * TILE
     begin = tl.minimum(part * share, shared_len)
     end = tl.minimum(begin + share, shared_len)
-    m, d = tl.arange(0, TILE_ROWS * HEADS), tl.arange(0, DIM)
-    seq, g = tl.load(rows_ptr + tile * TILE_ROWS + m // HEADS), m % HEADS
+    m, d = tl.arange(0, SEQS * HEADS), tl.arange(0, DIM)
+    seq, g = tl.load(rows_ptr + tile * SEQS + m // HEADS), m % HEADS
     real = (seq >= 0) & (g < GROUP)
     columns = real[:, None] & (d < HEAD_DIM)[None, :]
     # the pages of any of the sequences will do
-    table_ptr = block_tables_ptr + tl.load(rows_ptr + tile * TILE_ROWS).to(tl.int64) * table_stride
+    table_ptr = block_tables_ptr + first_seq.to(tl.int64) * table_stride
     block = tl.load(table_ptr + begin // BLOCK_SIZE, mask=begin < end, other=0)
     within = (kv_head * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_ptr + seq[:, None].to(tl.int64) * q_stride + within, mask=columns, other=0.0)
     acc, lse = attend_range(q, k_ptr, v_ptr, table_ptr, block, kv_head, begin, end, scale,
-                            TILE_ROWS * HEADS, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, TILE, STAGES,
+                            SEQS * HEADS, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, TILE, STAGES,
                             DESCRIPTORS)
     row = ((first_part + part * num_seqs + seq) * NUM_KV_HEADS + kv_head) * GROUP + g
     tl.store(parts_ptr + row[:, None].to(tl.int64) * HEAD_DIM + d[None, :], acc, mask=columns)
     tl.store(lse_ptr + row, lse, mask=real)
 
-# %% ../../nbs/14_kernels.decode.ipynb #2952080c
+# %% ../../nbs/14_kernels.decode.ipynb #0f8efb54
 def launch_shared_prefix(q, k, v, parts, lse, block_tables, shared, first_part, scale, constants):
     "Partial results of the shared prefixes, behind the other parts"
-    grid = constants["NUM_KV_HEADS"], SHARED_PARTS, len(shared.rows)
-    # an accumulator that would fill the registers of four warps
-    large = shared.rows.shape[1] * constants["HEADS"] * constants["DIM"] > 1 << 14
+    # 64 queries at once, sequences times heads: what registers and shared memory take everywhere
+    at_once = 64 if constants["DIM"] * q.element_size() <= 256 else 32
+    seqs = min(shared.rows.shape[1], max(1, at_once // constants["HEADS"]))
+    splits = shared.rows.shape[1] // seqs
+    grid = constants["NUM_KV_HEADS"], SHARED_PARTS, len(shared.rows) * splits
     shared_prefix_kernel[grid](
         q, k, v, parts, lse, block_tables, shared.rows, shared.lens, scale,
         q.stride(0), block_tables.stride(0), len(q), first_part,
-        TILE_ROWS=shared.rows.shape[1], STAGES=1 if large else 2, num_warps=8 if large else 4,
-        **constants,
+        SEQS=seqs, SPLITS=splits, STAGES=2 if q.element_size() == 2 else 1, num_warps=4, **constants,
     )
 
 # %% ../../nbs/14_kernels.decode.ipynb #ffffaa37

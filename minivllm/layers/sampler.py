@@ -254,7 +254,7 @@ def filters_of(index, top_k, top_p, min_p, vocab_size):
         floor = tl.load(min_p + index).to(tl.float32)
     return k, p, floor, (k < vocab_size) | (p < 1) | (floor > 0)
 
-# %% ../../nbs/10_layers.sampler.ipynb #1b7134fd
+# %% ../../nbs/10_layers.sampler.ipynb #a2018bf1
 @triton.jit
 def block_mass_kernel(
     logits_ptr, row_stride, temperature_ptr, top_k, top_p, min_p, peak_ptr, mass_ptr,
@@ -264,16 +264,17 @@ def block_mass_kernel(
     index = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + index).to(tl.float32)
     k, p, floor, asks = filters_of(index, top_k, top_p, min_p, vocab_size)
-    if (temperature > 0) & asks:
+    drawn = temperature > 0
+    if drawn & asks:
         return
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     row = logits_ptr + index * row_stride
     logits = tl.load(row + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
     peak = tl.max(logits, 1)
-    # nothing may overflow: neither an empty block's difference, nor the scale of a tiny temperature
+    # neither an empty block nor a tiny temperature may make a NaN
     finite = tl.where((peak > -float("inf")) & (peak < float("inf")), peak, 0.0)
-    scale = tl.minimum(LOG2E / tl.maximum(temperature, 1e-37), 3e38)
+    scale = LOG2E / tl.where(drawn, tl.maximum(temperature, 1e-37), 1.0)
     mass = tl.sum(tl.exp2((logits - finite[:, None]) * scale), 1)
     at = index * num_blocks + block
     tl.store(peak_ptr + at, peak, mask=block < num_blocks)

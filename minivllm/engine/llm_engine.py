@@ -147,7 +147,7 @@ def takes_engine_options(init):
     init.__signature__ = inspect.Signature([first, model, *keywords])
     return check_option_names(init)
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #2040540f
+# %% ../../nbs/34_engine.llm_engine.ipynb #8ce991d6
 class LLMEngine:
     "Tokenizer, scheduler and runner behind four calls: add_request, step, abort_request, exit"
 
@@ -256,7 +256,7 @@ class LLMEngine:
     # a step
 
     def step(self) -> list[RequestOutput]:
-        "Launch a step, take the results of one; outputs of who ended or, unless final_only, got a token"
+        "Launch a step, take the results of one: outputs of who ended or, if streamed, got a token"
         self.check_open()
         while len(self.in_flight) > self.steps_ahead:
             self.resolve()  # the wait for its results was interrupted
@@ -289,7 +289,7 @@ class LLMEngine:
         "Wait for the results of the oldest step on its way, and take them"
         step, launched, in_prompt = self.in_flight[0]
         token_ids = launched.wait()
-        # a request that was aborted in the meantime, or ended by the token before, has had its last output
+        # whoever was aborted in the meantime, or ended by the token before, has had the last output
         sampled = [
             seq for seq, token_id in zip(step.seqs, token_ids)
             if token_id >= 0 and seq.seq_id in self.request_ids

@@ -8,8 +8,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 RUN := $(VENV)/.stamp-run
 DEV := $(VENV)/.stamp-dev
+# Without a GPU Triton's kernels are interpreted. Triton decides that when it is first imported, and a worker runs many
+# notebooks: it must be told before the first.
+INTERPRET := import torch; print("" if torch.cuda.is_available() else "TRITON_INTERPRET=1")
 # Notebooks run several at a time, one thread each; what hangs is ended, workers included.
-NBDEV_TEST := OMP_NUM_THREADS=1 timeout --kill-after=20 $(NB_LIMIT) $(BIN)/nbdev_test --n_workers $(WORKERS) --timing
+NBDEV_TEST = env $$($(BIN)/python -c '$(INTERPRET)') OMP_NUM_THREADS=1 timeout --kill-after=20 $(NB_LIMIT) $(BIN)/nbdev_test --n_workers $(WORKERS) --timing
 
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all check lab docs export clean-nbs clean

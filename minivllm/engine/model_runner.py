@@ -69,9 +69,9 @@ def current_device(
     "A context in which kernels are launched on this device; torch follows its tensors, Triton doesn't"
     return nullcontext() if device == "cpu" else torch.cuda.device(device)
 
-# %% ../../nbs/31_engine.model_runner.ipynb #09345481
+# %% ../../nbs/31_engine.model_runner.ipynb #946c3bb5
 # keys and values of a layer that must not have to be read again before a second kernel pays
-SHARED_PREFIX_BYTES = 64 << 20  # by the measurement in `14_kernels.decode`
+SHARED_PREFIX_BYTES = 64 << 20  # an estimate, which `14_kernels.decode` has a cell to check
 
 # %% ../../nbs/31_engine.model_runner.ipynb #6943d9a1
 class LaunchedStep:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DTYPES', 'SIZES', 'read', 'read_rope', 'read_dtype', 'resolve_dtype', 'read_sliding_window', 'as_list',
-           'read_architecture', 'check_sizes', 'ModelConfig', 'load_model_config', 'check_choice', 'resolve_device',
-           'EngineConfig', 'resolve_max_model_len']
+           'ExpertsConfig', 'read_experts', 'read_architecture', 'check_sizes', 'ModelConfig', 'load_model_config',
+           'check_choice', 'resolve_device', 'EngineConfig', 'resolve_max_model_len']
 
 # %% ../nbs/16_config.ipynb #07098601
 from dataclasses import dataclass, field
@@ -107,6 +107,38 @@ def as_list(value) -> list:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
+# %% ../nbs/16_config.ipynb #2f9661a5
+@dataclass(frozen=True)
+class ExpertsConfig:
+    "The experts of a model that has them in place of MLPs"
+
+    num_experts: int
+    top_k: int  # experts for each token
+    intermediate_size: int  # of one expert
+    normalize: bool  # whether the weights of a token's experts add up to 1
+    dense_layers: tuple[int, ...]  # the layers with a plain MLP
+
+
+def read_experts(
+    hf_config,
+) -> ExpertsConfig | None:  # None where every layer has a plain MLP
+    "The experts, under the names of Qwen3-MoE or of Mixtral"
+    num_experts = read(hf_config, "num_experts", read(hf_config, "num_local_experts", 0))
+    if num_experts == 0:
+        return None
+    top_k = check_range("num_experts_per_tok", read(hf_config, "num_experts_per_tok"), 1, num_experts)
+    size = read(hf_config, "moe_intermediate_size", hf_config.intermediate_size)
+    step = check_range("decoder_sparse_step", read(hf_config, "decoder_sparse_step", 1), 1)
+    listed = as_list(read(hf_config, "mlp_only_layers"))
+    layers = range(hf_config.num_hidden_layers)
+    return ExpertsConfig(
+        num_experts=check_range("num_experts", num_experts, 1),
+        top_k=top_k,
+        intermediate_size=check_range("moe_intermediate_size", size, 1),
+        normalize=bool(read(hf_config, "norm_topk_prob", True)),  # Mixtral has no such key
+        dense_layers=tuple(i for i in layers if i in listed or (i + 1) % step),
+    )
+
 # %% ../nbs/16_config.ipynb #2f3999ae
 def read_architecture(
     hf_config,
@@ -156,7 +188,7 @@ def check_sizes(hf_config):
         raise ValueError(f"num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}")
     check_range("rms_norm_eps", hf_config.rms_norm_eps, 0.0, kind=float)
 
-# %% ../nbs/16_config.ipynb #181a4ef8
+# %% ../nbs/16_config.ipynb #66cdf175
 @dataclass
 class ModelConfig:
     "The numbers that build a model, from a Hugging Face config of either generation"
@@ -179,6 +211,7 @@ class ModelConfig:
     sliding_window: int | None  # keys that a token sees, itself included; None: all before it
     dtype: torch.dtype | None  # as the checkpoint states it
     eos_token_ids: list[int] = field(default_factory=list)
+    experts: ExpertsConfig | None = None  # None: a plain MLP in every layer
 
     @classmethod
     def from_hf(
@@ -209,6 +242,7 @@ class ModelConfig:
             sliding_window=read_sliding_window(hf_config),
             dtype=read_dtype(hf_config),
             eos_token_ids=as_list(read(hf_config, "eos_token_id")),
+            experts=read_experts(hf_config),
         )
 
 # %% ../nbs/16_config.ipynb #6e1303a4
@@ -256,7 +290,7 @@ def resolve_device(
         raise ValueError(f"device={device!r}: the CUDA devices here are numbered 0 to {count - 1}")
     return device
 
-# %% ../nbs/16_config.ipynb #c4aa9b07
+# %% ../nbs/16_config.ipynb #a77cd504
 @dataclass
 class EngineConfig:
     "Options of an engine, each checked when it is set"
@@ -274,6 +308,7 @@ class EngineConfig:
     num_kv_blocks: int | None = None  # blocks of the KV pool; None takes what fits
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory that this engine may use
     enable_prefix_caching: bool = True
+    enforce_eager: bool = False  # on a GPU: no CUDA graphs, every kernel of a step is launched by itself
     async_scheduling: bool = True  # on a GPU: a step is prepared while the one before it runs
     scheduling_policy: str = "mixed"  # or "prefill_first"
     # "torch", "triton", "flash_attn"; "auto" takes Triton where its kernels can run, else torch
@@ -291,7 +326,9 @@ class EngineConfig:
         for name in ("max_model_len", "block_size", "num_kv_blocks"):
             if getattr(self, name) is not None:
                 setattr(self, name, check_range(name, getattr(self, name), 1))
-        for name in ("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling"):
+        for name in (
+            "skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "async_scheduling"
+        ):
             check_choice(name, getattr(self, name), (True, False))
         self.seed = check_range("seed", self.seed, 0, 2**63 - 1)
         share = self.gpu_memory_utilization

@@ -325,7 +325,7 @@ def test_what_to_install(monkeypatch):
 
 
 def test_what_backends_accept():
-    assert {name: backend.default_block_size for name, backend in ATTENTION_BACKENDS.items()} == dict(torch=16, triton=64, flash_attn=256)
+    assert {name: backend.default_block_size for name, backend in ATTENTION_BACKENDS.items()} == dict(torch=16, triton=128, flash_attn=256)
     for backend in (TorchAttentionBackend, TritonAttentionBackend):
         for block_size in (1, 4, 16, 100): backend.check_block_size(block_size)
         for dtype in (torch.float32, torch.bfloat16): backend.check_model(dtype, 512)

@@ -59,7 +59,7 @@ def test_any_number_of_programs(num_programs):
     "From one program for everything to more than there are tiles; the counters are zero again"
     args, exact = batch_of([65, 3, 0, 200], 16, (4, 2, 16))
     arrived = torch.zeros(4 * 2, dtype=torch.int32, device=DEVICE)
-    config = decode_module.decode_config(4, 2, 16, 4, (8, 0), 4)._replace(programs=num_programs)
+    config = decode_module.decode_config(4, 2, 16, 16, 4, (8, 0), 4)._replace(programs=num_programs)
     out = paged_decode_triton(*args, arrived=arrived, config=config)
     assert (out.double() - exact).abs().max() < 1e-5
     assert arrived.eq(0).all()

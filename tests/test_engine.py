@@ -53,12 +53,15 @@ class ListedRunner:
     def exit(self): pass
 
 
-@pytest.fixture(autouse=True, params=[0, 1], ids=["in step", "one ahead"])
+@pytest.fixture(autouse=True, params=["in step", "one ahead", "one ahead, recorded"])
 def steps_ahead(request, monkeypatch):
-    "Every test with the engine waiting for each step, and with it running one ahead"
-    ahead = property(lambda engine: request.param, lambda engine, value: None)
+    "Every test with the engine waiting for each step, with it running one ahead, and with decode steps as graphs"
+    num_ahead = int("ahead" in request.param)
+    ahead = property(lambda engine: num_ahead, lambda engine, value: None)
     monkeypatch.setattr(LLMEngine, "steps_ahead", ahead, raising=False)
-    return request.param
+    if "recorded" in request.param:
+        monkeypatch.setattr(ModelRunner, "uses_graphs", lambda runner: True)
+    return num_ahead
 
 
 def listed(folder, *token_ids, **options):

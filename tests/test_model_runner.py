@@ -291,7 +291,7 @@ def test_budget_on_a_gpu(monkeypatch):
     "Who holds what is told apart, in bytes, and kept; workspaces are ours, not others'"
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 11 * GIB)
-    runner = SimpleNamespace(device="cuda", memory={"weights": 10 * GIB}, warmup_model=lambda: 5 * GIB,
+    runner = SimpleNamespace(device="cuda", memory={"weights": 10 * GIB}, warmup_model=lambda: 5 * GIB, uses_graphs=lambda: False,
                              config=SimpleNamespace(gpu_memory_utilization=0.9))
     assert ModelRunner.measure_budget(runner) == 35 * GIB
     assert runner.memory == {"weights": 10 * GIB, "others": 29 * GIB, "activations": 5 * GIB, "total": 80 * GIB}

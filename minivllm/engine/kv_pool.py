@@ -27,24 +27,25 @@ def block_bytes(
     "Bytes of one block: keys and values of `block_size` tokens in every layer"
     return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
 
-# %% ../../nbs/28_engine.kv_pool.ipynb #a72d58dd
+# %% ../../nbs/28_engine.kv_pool.ipynb #c5c0b966
 def kv_budget(
     total: float,        # GiB, of the GPU
     others: float,       # GiB, held by anybody but this engine
     weights: float,      # GiB
     activations: float,  # GiB, what the largest step needs beside weights and KV cache
     utilization: float,  # share of `total` that this engine may use
+    graphs: float = 0.0,  # GiB, what recorded steps take
 ) -> float:              # GiB
     "What is left for the KV cache; nothing left is a MemoryError that gives every term"
     if not 0 < utilization <= 1:
         raise ValueError(f"gpu_memory_utilization={utilization}: must be above 0, at most 1")
     # the share is this engine's own: two engines at 0.45 fit one GPU, whoever comes first
-    budget = min(total * utilization, total - others) - weights - activations
+    budget = min(total * utilization, total - others) - weights - activations - graphs
     if budget <= 0:
         raise MemoryError(
             f"no memory is left for the KV cache. In GiB: total {total:.4g}, others {others:.4g}, "
-            f"weights {weights:.4g}, activations {activations:.4g}; gpu_memory_utilization "
-            f"{utilization:g} allows {total * utilization:.4g}. Raise gpu_memory_utilization, or "
+            f"weights {weights:.4g}, activations {activations:.4g}, CUDA graphs {graphs:.4g}; "
+            f"gpu_memory_utilization {utilization:g} allows {total * utilization:.4g}. Raise gpu_memory_utilization, or "
             "lower max_num_batched_tokens, max_num_seqs or max_model_len"
         )
     return budget

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SHARED_PREFIX_BYTES', 'largest_step', 'dummy_seqs', 'release_frames', 'current_device', 'LaunchedStep', 'ModelRunner']
 
-# %% ../../nbs/31_engine.model_runner.ipynb #80c3202a
+# %% ../../nbs/31_engine.model_runner.ipynb #487d02bb
 import traceback
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,8 +15,9 @@ import torch
 
 from ..config import EngineConfig, ModelConfig, resolve_dtype
 from . import batch, kv_pool
+from .cuda_graph import DecodeGraphs, num_shared_tiles
 from .sequence import Sequence
-from ..kernels.decode import TILE_ROWS
+from ..kernels.decode import SharedPrefixes
 from ..layers.attention import ForwardContext, get_attention_backend
 from ..layers.linear import pack_weights
 from ..layers.sampler import Sampler
@@ -73,7 +74,7 @@ def current_device(
 # keys and values of a layer that must not have to be read again before a second kernel pays
 SHARED_PREFIX_BYTES = 64 << 20  # an estimate, which `14_kernels.decode` has a cell to check
 
-# %% ../../nbs/31_engine.model_runner.ipynb #6943d9a1
+# %% ../../nbs/31_engine.model_runner.ipynb #4b411bdd
 class LaunchedStep:
     "A step on its way: where its tokens will be, on the device and on the host"
 
@@ -82,11 +83,15 @@ class LaunchedStep:
         seqs: list[Sequence],         # of the step
         sampled: list[int],           # indices into `seqs`: who gets a token
         tokens: torch.Tensor | None,  # `[num_sampled]` int64, on the device; None: nobody does
+        slot: int = 0,                # which of the two places for tokens it takes
     ):
         self.num_seqs, self.sampled, self.tokens = len(seqs), sampled, tokens
+        self.slot = slot
         self.rows = {seqs[i].seq_id: row for row, i in enumerate(sampled)}
-        self.on_host, self.ready = tokens, None
-        if tokens is not None and tokens.is_cuda:
+        self.on_host, self.ready = None, None
+        if tokens is not None and not tokens.is_cuda:
+            self.on_host = tokens.clone()  # the next step may use the place again
+        elif tokens is not None:
             # only into pinned memory can the copy go while the host does something else
             self.on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             self.on_host.copy_(tokens, non_blocking=True)
@@ -103,7 +108,7 @@ class LaunchedStep:
                 token_ids[i] = token_id
         return token_ids
 
-# %% ../../nbs/31_engine.model_runner.ipynb #56d41351
+# %% ../../nbs/31_engine.model_runner.ipynb #5237ca40
 class ModelRunner:
     "Holds the model and its KV cache on one device, and runs steps"
 
@@ -119,11 +124,14 @@ class ModelRunner:
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         self.model, self.sampler, self.kv_caches = None, Sampler(), []
         self.memory = {}  # part -> bytes, as found at the start
+        self.graphs = None  # `DecodeGraphs`, where decode steps are recorded
         try:
             with current_device(self.device):
                 self.load_model(folder)
                 self.num_kv_blocks = self.choose_num_kv_blocks()
                 self.kv_caches = self.allocate_kv_cache(self.num_kv_blocks)
+                if self.uses_graphs():
+                    self.capture_cudagraph()
         except BaseException as error:
             release_frames(error)
             self.exit()
@@ -190,10 +198,11 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info(self.device)
         held = torch.cuda.memory_reserved(self.device)  # the weights, and the libraries' workspaces
         others = total - free - held
+        graphs = self.measure_graphs() if self.uses_graphs() else 0
         self.memory.update(others=others, activations=activations, total=total)
         amounts = [nbytes / kv_pool.GIB for nbytes in (total, others, held, activations)]
         share = self.config.gpu_memory_utilization
-        return kv_pool.kv_budget(*amounts, share) * kv_pool.GIB
+        return kv_pool.kv_budget(*amounts, share, graphs / kv_pool.GIB) * kv_pool.GIB
 
     def warmup_model(self) -> int:  # bytes
         "What the largest step that the configuration admits needs beside weights and KV cache"
@@ -230,6 +239,58 @@ class ModelRunner:
             self.run(seqs, num_tokens)
         return torch.cuda.max_memory_reserved(self.device) - before
 
+    def uses_graphs(self) -> bool:
+        "Whether decode steps are recorded"
+        backend = get_attention_backend(self.config.attention_backend, self.device)
+        return self.device != "cpu" and not self.config.enforce_eager and backend.recordable
+
+    def decode_graphs(self) -> DecodeGraphs:
+        "Graphs of this runner's decode steps, none of them recorded yet"
+        max_blocks = -(-self.max_model_len // self.block_size)
+        return DecodeGraphs(self.recorded_step, self.config.max_num_seqs, max_blocks, self.device)
+
+    def recorded_step(
+        self,
+        fields: dict,                   # of `step_fields`
+        shared: SharedPrefixes | None,
+    ) -> torch.Tensor:                  # `[num_rows]` int64
+        "A decode step that depends on nothing but what these tensors hold when it runs"
+        inputs = dict(fields, cu_seqlens_q=None, max_query_len=0, shared_prefixes=shared)
+        inputs.update(num_decodes=len(fields["token_ids"]), sample_rows=slice(None))
+        names = ("temperature", "seeds", "top_k", "top_p", "min_p")
+        sampling = {name: fields[name] for name in names}
+        logits = self.run_model(inputs)
+        return self.sampler(logits, positions=fields["sample_positions"], **sampling)
+
+    def capture_cudagraph(self):
+        "Record decode steps of all batch sizes"
+        self.graphs = self.decode_graphs()
+        if self.device == "cpu":
+            return self.graphs.capture_all()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        self.graphs.capture_all()
+        torch.cuda.empty_cache()  # of what was used while nothing was recorded yet
+        self.memory["CUDA graphs"] = free - torch.cuda.mem_get_info(self.device)[0]
+
+    def measure_graphs(self) -> int:  # bytes
+        "What recording will take: two sizes are tried, over a cache of one block that nobody reads"
+        def free():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            return torch.cuda.mem_get_info(self.device)[0]
+
+        self.kv_caches = self.allocate_kv_cache(1)
+        graphs, found = self.decode_graphs(), [free()]
+        for size in graphs.sizes[:-3:-1]:
+            graphs.capture(size)
+            found.append(free())
+        first, *others = [before - after for before, after in zip(found, found[1:])]
+        self.kv_caches = []
+        del graphs
+        free()
+        # the others find their memory in the first one's; what a driver needs for each is left
+        return int(1.1 * (first + len(self.decode_graphs().sizes) * max([0, *others])))
+
     # in every step
 
     def prepare_prefill(self, seqs: list[Sequence], num_tokens: list[int]) -> dict:
@@ -238,19 +299,23 @@ class ModelRunner:
 
     def prepare_decode(self, seqs: list[Sequence]) -> dict:
         "The model's inputs for a step of nothing but decodes, on the device"
-        prepared = batch.prepare_decode(seqs, self.num_shared_tiles(seqs))
+        return batch.to_device(self.decode_batch(seqs), self.device)
+
+    def decode_batch(self, seqs: list[Sequence]) -> batch.Batch:
+        "The same on the host; prefixes are shared where that saves enough"
+        prepared = batch.prepare_decode(seqs, self.room_for_shared(seqs))
         shared = prepared.shared_prefixes
         if shared and self.kv_bytes(shared.starts.sum() - shared.lens.sum()) < SHARED_PREFIX_BYTES:
             prepared.shared_prefixes = None
-        return batch.to_device(prepared, self.device)
+        return prepared
 
-    def num_shared_tiles(self, seqs: list[Sequence]) -> int:
-        "Room for the prefixes that a step's sequences share; 0 where looking for them can't pay"
+    def room_for_shared(self, seqs: list[Sequence]) -> int:
+        "Tiles for prefixes that a step's sequences share; 0 where looking for them can't pay"
         possible = self.config.enable_prefix_caching and self.config.attention_backend == "triton"
         num_keys = sum(len(seq.token_ids) for seq in seqs)
         if not possible or self.kv_bytes(num_keys) < SHARED_PREFIX_BYTES:
             return 0
-        return 2 * -(-len(seqs) // TILE_ROWS)  # by the number of sequences alone, as graphs need it
+        return num_shared_tiles(len(seqs))
 
     def kv_bytes(self, num_tokens: int) -> int:
         "Bytes of keys and values of one layer"
@@ -301,6 +366,9 @@ class ModelRunner:
         with torch.inference_mode(), current_device(self.device):
             # a chunk of one token is no decode: the token is not the last of its sequence
             decode = all(seq.num_uncomputed_tokens == 1 for seq in seqs)
+            slot = 0 if previous is None else 1 - previous.slot
+            if decode and self.graphs is not None:
+                return self.launch_recorded(seqs, num_tokens, previous, slot)
             inputs = self.prepare_decode(seqs) if decode else self.prepare_prefill(seqs, num_tokens)
             if previous is not None:
                 rows = batch.unknown_rows(seqs, num_tokens, previous.rows)
@@ -310,7 +378,24 @@ class ModelRunner:
             tokens = None
             if sampled:
                 tokens = self.sampler(logits, **self.prepare_sample([seqs[i] for i in sampled]))
-            return LaunchedStep(seqs, sampled, tokens)
+                if self.graphs is not None:  # which look for unknown tokens there
+                    tokens = self.graphs.sampled[slot, : len(sampled)].copy_(tokens)
+            return LaunchedStep(seqs, sampled, tokens, slot)
+
+    def launch_recorded(
+        self,
+        seqs: list[Sequence],
+        num_tokens: list[int],
+        previous: LaunchedStep | None,
+        slot: int,
+    ) -> LaunchedStep:
+        "The same for a decode step, by its graph"
+        unknown = None
+        if previous is not None:
+            unknown = batch.unknown_rows(seqs, num_tokens, previous.rows)
+        host, sampling = self.decode_batch(seqs), batch.prepare_sample(seqs)
+        tokens = self.graphs.replay(host, sampling, unknown, slot)
+        return LaunchedStep(seqs, list(range(len(seqs))), tokens, slot)
 
     def run(
         self,
@@ -322,6 +407,6 @@ class ModelRunner:
 
     def exit(self):
         "Give weights and cache back; calling it again is harmless"
-        self.model, self.kv_caches = None, []
+        self.model, self.kv_caches, self.graphs = None, [], None
         if self.device != "cpu":
             torch.cuda.empty_cache()

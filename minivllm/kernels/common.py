@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['INTERPRETED', 'MissingTriton', 'record_accesses', 'round_to', 'dot', 'can_launch', 'size_class', 'capability_of',
-           'num_sms']
+           'num_sms', 'await_previous', 'early_launch']
 
 # %% ../../nbs/02_first_kernel.ipynb #fdafbcc1
 import functools
@@ -45,13 +45,14 @@ class MissingTriton:
         "The smallest power of two that isn't below `n`"
         return 1 << (n - 1).bit_length()
 
-# %% ../../nbs/02_first_kernel.ipynb #197a7c9f
+# %% ../../nbs/02_first_kernel.ipynb #d9d6550a
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
-    triton = tl = TensorDescriptor = MissingTriton()
+    triton = tl = TensorDescriptor = gdc_launch_dependents = gdc_wait = MissingTriton()
 
 # %% ../../nbs/02_first_kernel.ipynb #af0453b7
 def _elements(addresses, tensors):
@@ -166,3 +167,20 @@ def num_sms(
 ) -> int:  # 4 for the interpreter
     "Streaming multiprocessors of the GPU: what a kernel has to keep busy"
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+# %% ../../nbs/02_first_kernel.ipynb #fd759ddb
+@triton.jit
+def await_previous(PDL: tl.constexpr):
+    "From here on, what the kernel in front has written may be read; the next kernel may start"
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+# %% ../../nbs/02_first_kernel.ipynb #e45b58a7
+@functools.cache
+def early_launch(
+    device: torch.device,
+) -> dict:  # keyword arguments of a launch
+    "Let a kernel that calls `await_previous` start before the one in front has ended, where the GPU can"
+    # an interpreted kernel doesn't know the option
+    return dict(PDL=True, launch_pdl=True) if capability_of(device) >= (9, 0) else {}

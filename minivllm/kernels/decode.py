@@ -9,14 +9,14 @@ __all__ = ['GATHERED_BYTES', 'SHARED_PARTS', 'TILE_ROWS', 'DecodePlan', 'plan_gr
            'attend_with_lse', 'shared_decode_torch', 'best_sharing', 'find_shared_prefixes', 'shared_prefix_kernel',
            'launch_shared_prefix', 'paged_decode']
 
-# %% ../../nbs/14_kernels.decode.ipynb #84f01d1e
+# %% ../../nbs/14_kernels.decode.ipynb #d4ebc39b
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from minivllm.kernels.common import (
-    can_launch, capability_of, num_sms, round_to, size_class, tl, triton,
+    await_previous, can_launch, capability_of, early_launch, num_sms, round_to, size_class, tl, triton,
 )
 from .kv_cache import gather_pages
 from .prefill import LOG2E, attend_tile, kv_descriptors, load_kv_tile, takes_descriptors
@@ -238,7 +238,7 @@ def finish(
                       num_parts, first_shared + seq, has_shared, NUM_KV_HEADS, GROUP, HEADS,
                       HEAD_DIM, DIM, PARTS, SHARED_PARTS)
 
-# %% ../../nbs/14_kernels.decode.ipynb #e5f38408
+# %% ../../nbs/14_kernels.decode.ipynb #cf087662
 @triton.jit(  # what differs from step to step must not be compiled anew
     do_not_specialize=["table_stride", "num_seqs"],
     do_not_specialize_on_alignment=["block_tables_ptr", "context_lens_ptr", "starts_ptr"],
@@ -249,7 +249,7 @@ def paged_decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, SEQS: tl.constexpr, PARTS: tl.constexpr,
-    SHARED_PARTS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    SHARED_PARTS: tl.constexpr, DESCRIPTORS: tl.constexpr, PDL: tl.constexpr = False,
 ):
     "One program: an equal share of the tiles of all contexts, for the query heads of one KV head"
     kv_head, program, num_programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -257,6 +257,7 @@ def paged_decode_kernel(
     seq, skip, position, stop, share = divide_work(
         context_lens_ptr, starts_ptr, num_seqs, program, num_programs, TILE, SEQS, SHARED
     )
+    await_previous(PDL)  # lengths are there since the step began; queries, keys and values are not
     g, d = tl.arange(0, ROWS), tl.arange(0, DIM)
     real = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     columns = (kv_head * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
@@ -284,7 +285,7 @@ def paged_decode_kernel(
         skip = 0
         seq += 1
 
-# %% ../../nbs/14_kernels.decode.ipynb #7981425e
+# %% ../../nbs/14_kernels.decode.ipynb #7c83388f
 class DecodeConfig(NamedTuple):
     "How `paged_decode_kernel` is launched"
 
@@ -298,20 +299,28 @@ def decode_config(
     num_seqs: int,
     num_kv_heads: int,
     head_dim: int,
+    block_size: int,
     itemsize: int,                # bytes of a number
     capability: tuple[int, int],  # of the GPU
     num_sms: int,
 ) -> DecodeConfig:
     "Tile and number of programs, by what the batch's size lets expect"
+    per_sm = 4 if num_seqs >= 64 else 2
     if itemsize == 4:
         tile, warps, stages = (32, 4, 2) if head_dim <= 128 else (16, 4, 2)
     elif head_dim > 128:
         tile, warps, stages = 32, 4, 2
+    elif capability[0] not in (9, 10):
+        tile, warps, stages = 64, 2, 2
+    elif num_seqs <= 2:
+        # fewer parts are merged sooner; the programs make up for it by fetching further ahead
+        tile, warps, stages, per_sm = 64, 2, 4, 1
+    elif num_seqs > 8 and block_size % 128 == 0:
+        tile, warps, stages = 128, 4, 2  # half as many rounds of waiting
     else:
         # few sequences: two programs an SM that fetch far ahead; many: four that fetch less,
         # so that the ends of sequences, where a program waits, are covered by the others
-        tile, warps, stages = 64, 2, 2 if num_seqs >= 64 or capability[0] not in (9, 10) else 3
-    per_sm = 4 if num_seqs >= 64 else 2
+        tile, warps, stages = 64, 2, 2 if num_seqs >= 64 else 3
     return DecodeConfig(tile, warps, stages, max(1, round(per_sm * num_sms / num_kv_heads)))
 
 # %% ../../nbs/14_kernels.decode.ipynb #8c8a6ff5
@@ -325,14 +334,17 @@ class SharedPrefixes(NamedTuple):
 
 SHARED_PARTS = 2  # programs that divide a shared prefix among them
 
-# %% ../../nbs/14_kernels.decode.ipynb #81cc26e0
+# %% ../../nbs/14_kernels.decode.ipynb #7be35994
 def paged_decode_triton(
     q, k_cache, v_cache, block_tables, context_lens, scale,
     shared: SharedPrefixes | None = None,
     arrived: torch.Tensor | None = None,  # `[num_seqs * num_kv_heads]` int32, zeros before and after
     config: DecodeConfig | None = None,   # `decode_config` unless given
 ) -> torch.Tensor:
-    "`paged_decode_torch`, every SM with an equal share; the same launches whatever the lengths are"
+    """`paged_decode_torch`, every SM with an equal share; the same launches whatever the lengths are
+
+    `context_lens` must be complete before the kernel in front begins: they are read while it ends.
+    """
     num_seqs, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -340,7 +352,9 @@ def paged_decode_triton(
         return out
     capability = capability_of(q.device)
     if config is None:
-        batch = num_seqs, num_kv_heads, head_dim, q.element_size()
+        # beside shared prefixes there is little left of each sequence: a small tile fits it better
+        page = 64 if shared else block_size
+        batch = num_seqs, num_kv_heads, head_dim, page, q.element_size()
         config = decode_config(*batch, capability, num_sms(q.device))
     group, programs = num_heads // num_kv_heads, config.programs
     shared_parts = SHARED_PARTS if shared else 0
@@ -362,12 +376,14 @@ def paged_decode_triton(
         pointers = q, k, v, parts, lse, block_tables
         launch_shared_prefix(*pointers, shared, first_part, scale * LOG2E, constants)
     # few sequences have many parts each; what is merged at once must fit the registers
-    most_parts = min(32 if num_seqs <= 8 else 4, max(1, 32 // constants["HEADS"]))
+    at_once = 64 if num_seqs <= 2 else 32 if num_seqs <= 8 else 16
+    most_parts = max(1, at_once // constants["HEADS"])
     paged_decode_kernel[num_kv_heads, programs](
         q, k, v, out, parts, lse, arrived, block_tables, context_lens, starts,
         scale * LOG2E, q.stride(0), block_tables.stride(0), num_seqs,
         ROWS=max(16, triton.next_power_of_2(group)), SEQS=size_class(num_seqs),
-        STAGES=config.stages, PARTS=most_parts, SHARED_PARTS=shared_parts, num_warps=config.warps, **constants,
+        STAGES=config.stages, PARTS=most_parts, SHARED_PARTS=shared_parts, num_warps=config.warps,
+        **constants, **early_launch(q.device),
     )
     return out
 
@@ -447,7 +463,7 @@ def find_shared_prefixes(
         used += needed
     return (rows, lens, starts) if used else None
 
-# %% ../../nbs/14_kernels.decode.ipynb #68aedfa1
+# %% ../../nbs/14_kernels.decode.ipynb #06ec42c6
 @triton.jit(
     do_not_specialize=["table_stride", "num_seqs", "first_part"],
     do_not_specialize_on_alignment=["block_tables_ptr", "rows_ptr", "shared_lens_ptr"],
@@ -457,10 +473,11 @@ def shared_prefix_kernel(
     q_stride, table_stride, num_seqs, first_part,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, SEQS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr, PDL: tl.constexpr = False,
 ):
     "One program: a part of a shared prefix, for a KV head's query heads in `SEQS` sequences"
     kv_head, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    await_previous(PDL)  # also in programs without work: this kernel must not end before the one in front
     shared_len = tl.load(shared_lens_ptr + tile // SPLITS)
     first_seq = tl.load(rows_ptr + tile * SEQS)
     if (shared_len == 0) | (first_seq < 0):
@@ -484,7 +501,7 @@ def shared_prefix_kernel(
     tl.store(parts_ptr + row[:, None].to(tl.int64) * HEAD_DIM + d[None, :], acc, mask=columns)
     tl.store(lse_ptr + row, lse, mask=real)
 
-# %% ../../nbs/14_kernels.decode.ipynb #0f8efb54
+# %% ../../nbs/14_kernels.decode.ipynb #2272e92b
 def launch_shared_prefix(q, k, v, parts, lse, block_tables, shared, first_part, scale, constants):
     "Partial results of the shared prefixes, behind the other parts"
     # 64 queries at once, sequences times heads: what registers and shared memory take everywhere
@@ -495,7 +512,8 @@ def launch_shared_prefix(q, k, v, parts, lse, block_tables, shared, first_part, 
     shared_prefix_kernel[grid](
         q, k, v, parts, lse, block_tables, shared.rows, shared.lens, scale,
         q.stride(0), block_tables.stride(0), len(q), first_part,
-        SEQS=seqs, SPLITS=splits, STAGES=2 if q.element_size() == 2 else 1, num_warps=4, **constants,
+        SEQS=seqs, SPLITS=splits, STAGES=2 if q.element_size() == 2 else 1, num_warps=4,
+        **constants, **early_launch(q.device),
     )
 
 # %% ../../nbs/14_kernels.decode.ipynb #ffffaa37

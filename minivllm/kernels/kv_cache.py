@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['store_kv_torch', 'store_kv_kernel', 'check_caches', 'store_kv_triton', 'store_kv', 'gather_pages',
-           'norm_rope_store_torch', 'normalised_halves', 'norm_rope_store_kernel', 'norm_rope_store_triton',
-           'norm_rope_store']
+           'norm_rope_store_torch', 'normalised_halves', 'norm_rope_store_kernel', 'store_tile',
+           'norm_rope_store_triton', 'norm_rope_store']
 
-# %% ../../nbs/11_kernels.kv_cache.ipynb #84df9340
+# %% ../../nbs/11_kernels.kv_cache.ipynb #8061b137
 import torch
 
 from ..layers.layernorm import rms_norm_torch
 from ..layers.rotary_embedding import apply_rotary_torch, head_tile, rotate_halves
-from .common import can_launch, round_to, tl, triton
+from minivllm.kernels.common import (
+    await_previous, can_launch, early_launch, round_to, tl, triton,
+)
 
 # %% ../../nbs/11_kernels.kv_cache.ipynb #323ede69
 def store_kv_torch(
@@ -30,17 +32,18 @@ def store_kv_torch(
     k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slot_mapping, key)
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slot_mapping, value)
 
-# %% ../../nbs/11_kernels.kv_cache.ipynb #08d61ad5
+# %% ../../nbs/11_kernels.kv_cache.ipynb #32952ff9
 # slots are read one by one, and may begin anywhere in a larger tensor: one compiled form for all
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])
 def store_kv_kernel(
     key_ptr, value_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, key_stride, value_stride,
-    WIDTH: tl.constexpr, COLS: tl.constexpr,
+    WIDTH: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr = False,
 ):
     "A program copies one token's keys and values, `WIDTH` numbers each, to its slot"
     token = tl.program_id(0).to(tl.int64)  # times a stride it outgrows 32 bits
     col = tl.arange(0, COLS)
     inside = col < WIDTH
+    await_previous(PDL)
     # read before the slot is known: to wait for it first would be two waits, one after the other
     key = tl.load(key_ptr + token * key_stride + col, mask=inside)
     value = tl.load(value_ptr + token * value_stride + col, mask=inside)
@@ -49,7 +52,7 @@ def store_kv_kernel(
         tl.store(k_cache_ptr + slot * WIDTH + col, key, mask=inside)
         tl.store(v_cache_ptr + slot * WIDTH + col, value, mask=inside)
 
-# %% ../../nbs/11_kernels.kv_cache.ipynb #12243d2f
+# %% ../../nbs/11_kernels.kv_cache.ipynb #a1419df0
 def check_caches(
     dtype: torch.dtype,  # of what is to be stored
     num_tokens: int,
@@ -82,7 +85,7 @@ def store_kv_triton(key, value, k_cache, v_cache, slot_mapping):
     if num_tokens:
         store_kv_kernel[(num_tokens,)](
             key, value, k_cache, v_cache, slot_mapping, key.stride(0), value.stride(0),
-            width, cols, num_warps=min(max(cols // 256, 1), 8),
+            width, cols, num_warps=min(max(cols // 256, 1), 8), **early_launch(key.device),
         )
 
 
@@ -138,13 +141,13 @@ def normalised_halves(x1, x2, w1, w2, eps, dtype: tl.constexpr, HEAD_DIM: tl.con
     x2 = round_to(x2 * scale, dtype).to(tl.float32)
     return round_to(x1 * w1, dtype).to(tl.float32), round_to(x2 * w2, dtype).to(tl.float32)
 
-# %% ../../nbs/11_kernels.kv_cache.ipynb #cb44f97a
+# %% ../../nbs/11_kernels.kv_cache.ipynb #8686f73f
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr"])
 def norm_rope_store_kernel(
     qkv_ptr, positions_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr, eps,
     q_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, qkv_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr = False,
 ):
     "A program takes `HEADS` consecutive heads of one token's row, be they queries, keys or values"
     half: tl.constexpr = HEAD_DIM // 2
@@ -157,6 +160,7 @@ def norm_rope_store_kernel(
     is_q, is_v = mask & (head < NUM_HEADS), mask & (head >= first_v)
     is_k = mask & (head >= NUM_HEADS) & (head < first_v)
 
+    await_previous(PDL)
     # all reads that depend on nothing first, then the row of the table, which waits for a position
     at = head * HEAD_DIM + col
     row_ptr = qkv_ptr + token * qkv_stride
@@ -192,7 +196,20 @@ def norm_rope_store_kernel(
         tl.store(v_ptr, x1, mask=is_v)
         tl.store(v_ptr + half, x2, mask=is_v)
 
-# %% ../../nbs/11_kernels.kv_cache.ipynb #9fbe5e9b
+# %% ../../nbs/11_kernels.kv_cache.ipynb #c87fb731
+def store_tile(
+    num_tokens: int,
+    num_rows: int,  # heads of a token: queries, keys and values
+    head_dim: int,
+) -> tuple[int, int, int]:  # heads of a program, columns of half a head (powers of two); warps
+    "The tile of `norm_rope_store_kernel`"
+    heads, half, num_warps = head_tile(num_rows, head_dim)
+    if num_tokens >= 512:
+        # many tokens: a whole row for four warps, so that each has more reads on their way
+        return min(triton.next_power_of_2(num_rows), max(4096 // half, 1)), half, 4
+    return heads, half, num_warps
+
+
 def norm_rope_store_triton(
     qkv, positions, cos_sin, q_weight, k_weight, eps, k_cache, v_cache, slot_mapping
 ):
@@ -208,11 +225,12 @@ def norm_rope_store_triton(
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
         num_rows = num_heads + 2 * num_kv_heads
-        heads, half, num_warps = head_tile(num_rows, head_dim)
+        heads, half, num_warps = store_tile(num_tokens, num_rows, head_dim)
         norm_rope_store_kernel[(num_tokens * -(-num_rows // heads),)](
             qkv, positions, cos_sin, q_weight, k_weight, eps,
             q, k_cache, v_cache, slot_mapping, qkv.stride(0),
             num_heads, num_kv_heads, head_dim, heads, half, num_warps=num_warps,
+            **early_launch(qkv.device),
         )
     return q
 

@@ -6,12 +6,14 @@
 __all__ = ['silu_and_mul_torch', 'gelu_and_mul_torch', 'activate', 'act_and_mul_kernel', 'launch_config', 'silu_and_mul_triton',
            'gelu_and_mul_triton', 'silu_and_mul', 'gelu_and_mul', 'SiluAndMul', 'GeluAndMul']
 
-# %% ../../nbs/03_layers.activation.ipynb #e54d8d57
+# %% ../../nbs/03_layers.activation.ipynb #b65bc1c8
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..kernels.common import can_launch, round_to, tl, triton
+from minivllm.kernels.common import (
+    await_previous, can_launch, early_launch, round_to, tl, triton,
+)
 
 # %% ../../nbs/03_layers.activation.ipynb #ca9c2dbd
 def silu_and_mul_torch(
@@ -42,15 +44,19 @@ def activate(z, ACTIVATION: tl.constexpr):
         y = z / (1 + tl.exp(-1.5957691216057308 * (z + 0.044715 * z * z * z)))
     return y
 
-# %% ../../nbs/03_layers.activation.ipynb #c2cceb14
+# %% ../../nbs/03_layers.activation.ipynb #34de27bc
 @triton.jit
-def act_and_mul_kernel(x_ptr, out_ptr, x_row_stride, intermediate_size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def act_and_mul_kernel(
+    x_ptr, out_ptr, x_row_stride, intermediate_size,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False,
+):
     "One program: BLOCK neighbouring columns of one row"
     blocks_per_row = tl.cdiv(intermediate_size, BLOCK)
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)  # row * stride may exceed 2**31
     col = tl.program_id(0) % blocks_per_row * BLOCK + tl.arange(0, BLOCK)
     mask = col < intermediate_size
     x_ptr += row * x_row_stride
+    await_previous(PDL)
     gate = tl.load(x_ptr + col, mask=mask)
     up = tl.load(x_ptr + intermediate_size + col, mask=mask).to(tl.float32)
     # the twin's result of the activation is a tensor: rounded to its dtype
@@ -67,7 +73,7 @@ def launch_config(
         block //= 2
     return block, max(1, block // 256)
 
-# %% ../../nbs/03_layers.activation.ipynb #d2a8d3d8
+# %% ../../nbs/03_layers.activation.ipynb #f48d2928
 def _act_and_mul(x, activation):
     "Launch the kernel on all rows of `x`"
     if x.shape[-1] % 2:
@@ -81,7 +87,8 @@ def _act_and_mul(x, activation):
         rows = rows.contiguous()
     block, num_warps = launch_config(size)
     grid = (len(rows) * triton.cdiv(size, block),)
-    act_and_mul_kernel[grid](rows, out, rows.stride(0), size, activation, block, num_warps=num_warps)
+    shape = rows.stride(0), size, activation, block
+    act_and_mul_kernel[grid](rows, out, *shape, num_warps=num_warps, **early_launch(x.device))
     return out
 
 # %% ../../nbs/03_layers.activation.ipynb #8a3d8f29

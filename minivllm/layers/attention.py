@@ -54,12 +54,13 @@ class ForwardContext:
             results[key] = compute()
         return results[key]
 
-# %% ../../nbs/15_layers.attention.ipynb #d3e625d6
+# %% ../../nbs/15_layers.attention.ipynb #743864a3
 class AttentionBackend:
     "What the layer asks of attention over pages; its subclasses are used as they are, without state"
 
     name = ""
     default_block_size = 16  # tokens of a KV block, where the user has no wish
+    recordable = False  # whether CUDA graphs can hold its decode: no step's lengths decide what is launched
 
     @staticmethod
     def unavailable(
@@ -108,11 +109,11 @@ class TorchAttentionBackend(AttentionBackend):
         host_lens = ctx.once("host lens", lambda: [t.cpu() for t in lens])  # wait for a GPU once
         return paged_prefill_torch(q, k_cache, v_cache, block_tables, *host_lens, scale)
 
-# %% ../../nbs/15_layers.attention.ipynb #64127269
+# %% ../../nbs/15_layers.attention.ipynb #c226ab75
 class TritonAttentionBackend(AttentionBackend):
     "The Triton kernels: what CUDA devices run"
 
-    name, default_block_size = "triton", 64
+    name, default_block_size, recordable = "triton", 128, True
 
     @staticmethod
     def unavailable(device):
@@ -140,11 +141,11 @@ class TritonAttentionBackend(AttentionBackend):
             return paged_prefill_hopper(q, k_cache, v_cache, block_tables, *lens, scale, plan)
         return paged_prefill_triton(q, k_cache, v_cache, block_tables, *lens, scale)
 
-# %% ../../nbs/15_layers.attention.ipynb #6ba49539
+# %% ../../nbs/15_layers.attention.ipynb #12c3c7d0
 class FlashAttentionBackend(AttentionBackend):
     "The flash-attn package, over the same pages; half precision only"
 
-    name, default_block_size = "flash_attn", 256
+    name, default_block_size, recordable = "flash_attn", 256, True
 
     @staticmethod
     def unavailable(device):

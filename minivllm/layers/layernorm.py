@@ -6,11 +6,13 @@
 __all__ = ['rms_norm_torch', 'add_rms_norm_torch', 'rms_norm_kernel', 'launch_config', 'as_rows', 'rms_norm_triton',
            'add_rms_norm_triton', 'rms_norm', 'add_rms_norm', 'RMSNorm']
 
-# %% ../../nbs/04_layers.layernorm.ipynb #8cd5f8e8
+# %% ../../nbs/04_layers.layernorm.ipynb #c2de7335
 import torch
 from torch import nn
 
-from ..kernels.common import can_launch, round_to, tl, triton
+from minivllm.kernels.common import (
+    await_previous, can_launch, early_launch, round_to, tl, triton,
+)
 
 # %% ../../nbs/04_layers.layernorm.ipynb #8b84144a
 def rms_norm_torch(
@@ -35,12 +37,13 @@ def add_rms_norm_torch(
     residual = residual + x
     return rms_norm_torch(residual, weight, eps), residual
 
-# %% ../../nbs/04_layers.layernorm.ipynb #93104abd
+# %% ../../nbs/04_layers.layernorm.ipynb #85ad0d44
 @triton.jit(do_not_specialize=["num_rows"])  # or it would be compiled anew for 1 row, for 16, for 17
 def rms_norm_kernel(
     out_ptr, sum_ptr, x_ptr, residual_ptr, weight_ptr,
     num_rows, num_heads, token_stride, head_stride, eps,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     "Normalises `ROWS` rows, which stay in registers between their one load and their one store"
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -48,6 +51,7 @@ def rms_norm_kernel(
     mask = (row < num_rows) & (column < HIDDEN)
     token, head = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)
     dense = row.to(tl.int64) * HIDDEN + column
+    await_previous(PDL)
     x = tl.load(x_ptr + token * token_stride + head * head_stride + column, mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, column < HIDDEN, other=0.0)  # early: it arrives during the sum
     if HAS_RESIDUAL:
@@ -71,7 +75,7 @@ def launch_config(
     num_warps = min(rows * block // 512, 16)
     return dict(BLOCK=block, ROWS=rows, num_warps=num_warps)
 
-# %% ../../nbs/04_layers.layernorm.ipynb #4d3a107d
+# %% ../../nbs/04_layers.layernorm.ipynb #31b2f248
 def as_rows(x):
     "A tensor, and where its rows are: heads of a token, strides of tokens and of heads"
     if x.dim() in (2, 3) and x.stride(-1) == 1:
@@ -93,7 +97,7 @@ def _launch(x, residual, weight, eps, config=None):
         config, (x, *layout) = config or launch_config(hidden_size), as_rows(x)
         rms_norm_kernel[(-(-num_rows // config["ROWS"]),)](
             out, stream, x, residual, weight.contiguous(), num_rows, *layout, eps,
-            HIDDEN=hidden_size, HAS_RESIDUAL=residual is not None, **config,
+            HIDDEN=hidden_size, HAS_RESIDUAL=residual is not None, **config, **early_launch(x.device),
         )
     return out, stream
 

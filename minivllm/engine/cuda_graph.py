@@ -190,7 +190,7 @@ class Repeat:
     def pool(self):
         return None
 
-# %% ../../nbs/29_engine.cuda_graph.ipynb #78667288
+# %% ../../nbs/29_engine.cuda_graph.ipynb #5de1b505
 class DecodeGraphs:
     "Recorded decode steps of every batch size, and the buffers that they read and write"
 
@@ -200,8 +200,12 @@ class DecodeGraphs:
         max_num_seqs: int,
         max_blocks: int,  # of a sequence
         device: str,
+        shares: bool = False,  # whether steps may share prefixes
     ):
         self.step, self.max_blocks, self.sizes = step, max_blocks, graph_sizes(max_num_seqs)
+        # the largest first: the others find their memory in its pool
+        self.keys = [(size, False) for size in reversed(self.sizes)]
+        self.keys += [(size, True) for size in reversed(self.sizes) if shares and size > 1]
         self.stream = None if device == "cpu" else torch.cuda.Stream()
         pinned = dict(dtype=torch.uint8, pin_memory=self.stream is not None)
         nbytes = step_bytes(max_num_seqs, max_blocks)
@@ -244,9 +248,9 @@ class DecodeGraphs:
         self.graphs[size, shared], self.pool = graph, graph.pool()
 
     def capture_all(self):
-        "Record all sizes, the largest first: the others find their memory in its pool"
-        for size in reversed(self.sizes):
-            self.capture(size)
+        "Record steps of all sizes, where prefixes may be shared in both forms"
+        for size, shared in self.keys:
+            self.capture(size, shared)
 
     def packed(self, size: int) -> dict:  # field -> NumPy array
         "The parts of the packed step that is to be sent next"

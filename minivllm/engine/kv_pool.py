@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GIB', 'CPU_POOL_BYTES', 'block_bytes', 'kv_budget', 'check_pool_fits', 'num_blocks_for', 'machine_memory',
-           'cpu_budget', 'allocate_kv_cache']
+           'cpu_budget', 'smallest', 'allocate_kv_cache']
 
 # %% ../../nbs/28_engine.kv_pool.ipynb #6300e0c1
 import math
@@ -89,6 +89,15 @@ def machine_memory() -> int:  # bytes
 def cpu_budget() -> int:  # bytes
     "Memory for the pool on the CPU: a fixed size, but never more than half of the machine's"
     return min(CPU_POOL_BYTES, machine_memory() // 2)
+
+# %% ../../nbs/28_engine.kv_pool.ipynb #ed2ae056
+def smallest(
+    number: int,  # of this rank
+    tp,           # its `TensorParallelGroup`
+    device: str,  # where the group exchanges tensors
+) -> int:
+    "The smallest of all ranks' numbers"
+    return int(tp.all_gather(torch.tensor([number], device=device)).min())
 
 # %% ../../nbs/28_engine.kv_pool.ipynb #caaa00a5
 def allocate_kv_cache(

@@ -108,7 +108,7 @@ class LaunchedStep:
                 token_ids[i] = token_id
         return token_ids
 
-# %% ../../nbs/31_engine.model_runner.ipynb #5237ca40
+# %% ../../nbs/31_engine.model_runner.ipynb #77a440f9
 class ModelRunner:
     "Holds the model and its KV cache on one device, and runs steps"
 
@@ -247,7 +247,8 @@ class ModelRunner:
     def decode_graphs(self) -> DecodeGraphs:
         "Graphs of this runner's decode steps, none of them recorded yet"
         max_blocks = -(-self.max_model_len // self.block_size)
-        return DecodeGraphs(self.recorded_step, self.config.max_num_seqs, max_blocks, self.device)
+        num_seqs, shares = self.config.max_num_seqs, self.may_share()
+        return DecodeGraphs(self.recorded_step, num_seqs, max_blocks, self.device, shares)
 
     def recorded_step(
         self,
@@ -281,15 +282,16 @@ class ModelRunner:
 
         self.kv_caches = self.allocate_kv_cache(1)
         graphs, found = self.decode_graphs(), [free()]
-        for size in graphs.sizes[:-3:-1]:
-            graphs.capture(size)
+        for size, shared in graphs.keys[:2]:
+            graphs.capture(size, shared)
             found.append(free())
         first, *others = [before - after for before, after in zip(found, found[1:])]
         self.kv_caches = []
+        num_graphs = len(graphs.keys)
         del graphs
         free()
         # the others find their memory in the first one's; what a driver needs for each is left
-        return int(1.1 * (first + len(self.decode_graphs().sizes) * max([0, *others])))
+        return int(1.1 * (first + num_graphs * max([0, *others])))
 
     # in every step
 
@@ -311,11 +313,14 @@ class ModelRunner:
 
     def room_for_shared(self, seqs: list[Sequence]) -> int:
         "Tiles for prefixes that a step's sequences share; 0 where looking for them can't pay"
-        possible = self.config.enable_prefix_caching and self.config.attention_backend == "triton"
         num_keys = sum(len(seq.token_ids) for seq in seqs)
-        if not possible or self.kv_bytes(num_keys) < SHARED_PREFIX_BYTES:
+        if not self.may_share() or self.kv_bytes(num_keys) < SHARED_PREFIX_BYTES:
             return 0
         return num_shared_tiles(len(seqs))
+
+    def may_share(self) -> bool:
+        "Whether sequences can have blocks in common, and decode can make use of it"
+        return self.config.enable_prefix_caching and self.config.attention_backend == "triton"
 
     def kv_bytes(self, num_tokens: int) -> int:
         "Bytes of keys and values of one layer"

@@ -126,10 +126,10 @@ def divide_work(context_lens_ptr, starts_ptr, num_seqs, program, num_programs,
     skip = position - tl.sum(tl.where(before, tiles, 0), 0)
     return seq, skip, position, tl.minimum(position + share, all_tiles), share
 
-# %% ../../nbs/14_kernels.decode.ipynb #06774696
+# %% ../../nbs/14_kernels.decode.ipynb #c6ec9dff
 @triton.jit
 def attend_range(
-    q, k_ptr, v_ptr, table_ptr, block, kv_head, begin, end, scale,
+    q, k_ptr, v_ptr, k_rows_ptr, v_rows_ptr, table_ptr, block, kv_head, begin, end, scale,
     ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):
@@ -146,8 +146,9 @@ def attend_range(
         following = start + TILE
         block = tl.load(table_ptr + following // BLOCK_SIZE, mask=following < end, other=0)
     if whole < end:
-        k, v = load_kv_tile(k_ptr, v_ptr, table_ptr, block, kv_head, whole, end, True,
-                            NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, TILE, DESCRIPTORS)
+        # row by row, as many as there are: the copy engine would fetch the tile to its end
+        k, v = load_kv_tile(k_rows_ptr, v_rows_ptr, table_ptr, block, kv_head, whole, end, True,
+                            NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, TILE, False)
         seen = (whole + tl.arange(0, TILE) < end)[None, :]
         acc, peak, total = attend_tile(acc, peak, total, q, k, v, seen, scale, True)
     total = tl.where(total > 0, total, 1.0)  # no keys: zeros, with a log-sum-exp of -inf
@@ -238,13 +239,13 @@ def finish(
                       num_parts, first_shared + seq, has_shared, NUM_KV_HEADS, GROUP, HEADS,
                       HEAD_DIM, DIM, PARTS, SHARED_PARTS)
 
-# %% ../../nbs/14_kernels.decode.ipynb #cf087662
+# %% ../../nbs/14_kernels.decode.ipynb #06eed9ce
 @triton.jit(  # what differs from step to step must not be compiled anew
     do_not_specialize=["table_stride", "num_seqs"],
     do_not_specialize_on_alignment=["block_tables_ptr", "context_lens_ptr", "starts_ptr"],
 )
 def paged_decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, lse_ptr, arrived_ptr,
+    q_ptr, k_ptr, v_ptr, k_rows_ptr, v_rows_ptr, out_ptr, parts_ptr, lse_ptr, arrived_ptr,
     block_tables_ptr, context_lens_ptr, starts_ptr, scale, q_stride, table_stride, num_seqs,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
@@ -273,7 +274,8 @@ def paged_decode_kernel(
         tiles = tl.maximum(tl.cdiv(context_len - start, TILE), 1)
         taken = tl.minimum(stop - position, tiles - skip)
         end = tl.minimum(begin + taken * TILE, context_len)
-        acc, lse = attend_range(q, k_ptr, v_ptr, table_ptr, block, kv_head, begin, end, scale,
+        acc, lse = attend_range(q, k_ptr, v_ptr, k_rows_ptr, v_rows_ptr, table_ptr, block, kv_head,
+                                begin, end, scale,
                                 ROWS, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, TILE, STAGES,
                                 DESCRIPTORS)
         first_program = (position - skip) // share
@@ -285,7 +287,7 @@ def paged_decode_kernel(
         skip = 0
         seq += 1
 
-# %% ../../nbs/14_kernels.decode.ipynb #7c83388f
+# %% ../../nbs/14_kernels.decode.ipynb #2ea3947e
 class DecodeConfig(NamedTuple):
     "How `paged_decode_kernel` is launched"
 
@@ -315,7 +317,7 @@ def decode_config(
     elif num_seqs <= 2:
         # fewer parts are merged sooner; the programs make up for it by fetching further ahead
         tile, warps, stages, per_sm = 64, 2, 4, 1
-    elif num_seqs > 8 and block_size % 128 == 0:
+    elif 8 < num_seqs < 64 and block_size % 128 == 0:
         tile, warps, stages = 128, 4, 2  # half as many rounds of waiting
     else:
         # few sequences: two programs an SM that fetch far ahead; many: four that fetch less,
@@ -334,7 +336,7 @@ class SharedPrefixes(NamedTuple):
 
 SHARED_PARTS = 2  # programs that divide a shared prefix among them
 
-# %% ../../nbs/14_kernels.decode.ipynb #7be35994
+# %% ../../nbs/14_kernels.decode.ipynb #e4d303f5
 def paged_decode_triton(
     q, k_cache, v_cache, block_tables, context_lens, scale,
     shared: SharedPrefixes | None = None,
@@ -373,13 +375,13 @@ def paged_decode_triton(
     starts = context_lens  # not looked at
     if shared:
         starts, first_part = shared.starts, programs + num_seqs
-        pointers = q, k, v, parts, lse, block_tables
+        pointers = q, k, v, k_cache, v_cache, parts, lse, block_tables
         launch_shared_prefix(*pointers, shared, first_part, scale * LOG2E, constants)
     # few sequences have many parts each; what is merged at once must fit the registers
     at_once = 64 if num_seqs <= 2 else 32 if num_seqs <= 8 else 16
     most_parts = max(1, at_once // constants["HEADS"])
     paged_decode_kernel[num_kv_heads, programs](
-        q, k, v, out, parts, lse, arrived, block_tables, context_lens, starts,
+        q, k, v, k_cache, v_cache, out, parts, lse, arrived, block_tables, context_lens, starts,
         scale * LOG2E, q.stride(0), block_tables.stride(0), num_seqs,
         ROWS=max(16, triton.next_power_of_2(group)), SEQS=size_class(num_seqs),
         STAGES=config.stages, PARTS=most_parts, SHARED_PARTS=shared_parts, num_warps=config.warps,
@@ -463,13 +465,14 @@ def find_shared_prefixes(
         used += needed
     return (rows, lens, starts) if used else None
 
-# %% ../../nbs/14_kernels.decode.ipynb #06ec42c6
+# %% ../../nbs/14_kernels.decode.ipynb #9e102277
 @triton.jit(
     do_not_specialize=["table_stride", "num_seqs", "first_part"],
     do_not_specialize_on_alignment=["block_tables_ptr", "rows_ptr", "shared_lens_ptr"],
 )
 def shared_prefix_kernel(
-    q_ptr, k_ptr, v_ptr, parts_ptr, lse_ptr, block_tables_ptr, rows_ptr, shared_lens_ptr, scale,
+    q_ptr, k_ptr, v_ptr, k_rows_ptr, v_rows_ptr, parts_ptr, lse_ptr, block_tables_ptr, rows_ptr,
+    shared_lens_ptr, scale,
     q_stride, table_stride, num_seqs, first_part,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, SEQS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -494,15 +497,18 @@ def shared_prefix_kernel(
     block = tl.load(table_ptr + begin // BLOCK_SIZE, mask=begin < end, other=0)
     within = (kv_head * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_ptr + seq[:, None].to(tl.int64) * q_stride + within, mask=columns, other=0.0)
-    acc, lse = attend_range(q, k_ptr, v_ptr, table_ptr, block, kv_head, begin, end, scale,
+    acc, lse = attend_range(q, k_ptr, v_ptr, k_rows_ptr, v_rows_ptr, table_ptr, block, kv_head,
+                            begin, end, scale,
                             SEQS * HEADS, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, TILE, STAGES,
                             DESCRIPTORS)
     row = ((first_part + part * num_seqs + seq) * NUM_KV_HEADS + kv_head) * GROUP + g
     tl.store(parts_ptr + row[:, None].to(tl.int64) * HEAD_DIM + d[None, :], acc, mask=columns)
     tl.store(lse_ptr + row, lse, mask=real)
 
-# %% ../../nbs/14_kernels.decode.ipynb #2272e92b
-def launch_shared_prefix(q, k, v, parts, lse, block_tables, shared, first_part, scale, constants):
+# %% ../../nbs/14_kernels.decode.ipynb #ee5eef48
+def launch_shared_prefix(
+    q, k, v, k_cache, v_cache, parts, lse, block_tables, shared, first_part, scale, constants
+):
     "Partial results of the shared prefixes, behind the other parts"
     # 64 queries at once, sequences times heads: what registers and shared memory take everywhere
     at_once = 64 if constants["DIM"] * q.element_size() <= 256 else 32
@@ -510,7 +516,7 @@ def launch_shared_prefix(q, k, v, parts, lse, block_tables, shared, first_part, 
     splits = shared.rows.shape[1] // seqs
     grid = constants["NUM_KV_HEADS"], SHARED_PARTS, len(shared.rows) * splits
     shared_prefix_kernel[grid](
-        q, k, v, parts, lse, block_tables, shared.rows, shared.lens, scale,
+        q, k, v, k_cache, v_cache, parts, lse, block_tables, shared.rows, shared.lens, scale,
         q.stride(0), block_tables.stride(0), len(q), first_part,
         SEQS=seqs, SPLITS=splits, STAGES=2 if q.element_size() == 2 else 1, num_warps=4,
         **constants, **early_launch(q.device),

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['PHILOX_ROUNDS', 'PHILOX_MULTIPLIERS', 'PHILOX_KEY_STEPS', 'MASK32', 'BLOCK', 'FIRST_QUAD', 'FIRST_CANDIDATES',
-           'LOG2E', 'NO_ID', 'BLOCKS', 'NUM_WARPS', 'LANES', 'SCAN', 'CAPACITY', 'FILTER_WARPS', 'PASSES', 'race',
-           'philox', 'quad_noise', 'exponential_noise', 'noise_of', 'draw_unfiltered', 'most_likely', 'keep_prefix',
-           'draw_filtered', 'sample_torch', 'exponential', 'quad_bits', 'bits_in_order', 'bits_of', 'filters_of',
-           'leave_masses', 'noise_in_order', 'draw_token', 'sample_kernel', 'candidates', 'larger', 'lane_peaks',
+           'LOG2E', 'NO_ID', 'BLOCKS', 'MASS_WARPS', 'DRAW_WARPS', 'LANES', 'SCAN', 'CAPACITY', 'FILTER_WARPS',
+           'PASSES', 'race', 'philox', 'quad_noise', 'exponential_noise', 'noise_of', 'draw_unfiltered', 'most_likely',
+           'keep_prefix', 'draw_filtered', 'sample_torch', 'exponential', 'quad_bits', 'bits_in_order', 'bits_of',
+           'filters_of', 'block_mass_kernel', 'noise_in_order', 'draw_kernel', 'candidates', 'larger', 'lane_peaks',
            'shortlist', 'order_of', 'logit_of', 'find_distance', 'totals', 'cut_of', 'last_tie', 'race_kept',
            'draw_kept', 'filter_kernel', 'sample_triton', 'sample', 'Sampler']
 
@@ -254,25 +254,34 @@ def filters_of(index, top_k, top_p, min_p, vocab_size):
         floor = tl.load(min_p + index).to(tl.float32)
     return k, p, floor, (k < vocab_size) | (p < 1) | (floor > 0)
 
-# %% ../../nbs/10_layers.sampler.ipynb #6a55112a
+# %% ../../nbs/10_layers.sampler.ipynb #cd28bb2f
 @triton.jit
-def leave_masses(
-    row, temperature, peak_ptr, mass_ptr, first, vocab_size, num_blocks,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+def block_mass_kernel(
+    logits_ptr, row_stride, temperature_ptr, top_k, top_p, min_p, peak_ptr, mass_ptr,
+    vocab_size, num_blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False,
 ):
-    "Of `BLOCKS` blocks of a row: the largest logit, and the mass relative to it"
-    block = first + tl.arange(0, BLOCKS)
+    "Of some blocks of a row: the largest logit, and the mass relative to it"
+    await_previous(PDL)
+    index = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + index).to(tl.float32)
+    k, p, floor, asks = filters_of(index, top_k, top_p, min_p, vocab_size)
+    drawn = temperature > 0
+    if drawn & asks:
+        return
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    row = logits_ptr + index * row_stride
     logits = tl.load(row + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
     peak = tl.max(logits, 1)
     # neither an empty block nor a tiny temperature may make a NaN
     finite = tl.where((peak > -float("inf")) & (peak < float("inf")), peak, 0.0)
-    scale = LOG2E / tl.where(temperature > 0, tl.maximum(temperature, 1e-37), 1.0)
+    scale = LOG2E / tl.where(drawn, tl.maximum(temperature, 1e-37), 1.0)
     mass = tl.sum(tl.exp2((logits - finite[:, None]) * scale), 1)
-    tl.store(peak_ptr + block, peak, mask=block < num_blocks)
-    tl.store(mass_ptr + block, mass, mask=block < num_blocks)
+    at = index * num_blocks + block
+    tl.store(peak_ptr + at, peak, mask=block < num_blocks)
+    tl.store(mass_ptr + at, mass, mask=block < num_blocks)
 
-# %% ../../nbs/10_layers.sampler.ipynb #ce9d8e32
+# %% ../../nbs/10_layers.sampler.ipynb #6133dd4a
 @triton.jit
 def noise_in_order(quads, seed, position, N: tl.constexpr):
     "The exponential numbers of N quads, as `quad_noise` has them: `[4 * N]`"
@@ -280,60 +289,43 @@ def noise_in_order(quads, seed, position, N: tl.constexpr):
 
 
 @triton.jit
-def draw_token(
-    row, temperature, seed, position, peak_ptr, mass_ptr, vocab_size, num_blocks,
+def draw_kernel(
+    logits_ptr, row_stride, temperature_ptr, seed_ptr, position_ptr, top_k, top_p, min_p,
+    peak_ptr, mass_ptr, token_ids_ptr, vocab_size, num_blocks,
     FIRST_QUAD: tl.constexpr, MAX_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     "A row's token: first the block in which it lies, then its place there"
-    block, drawn = tl.arange(0, MAX_BLOCKS), temperature > 0
-    there = block < num_blocks
-    # not from the L1 cache: other programs have just written them
-    peak = tl.load(peak_ptr + block, mask=there, other=-float("inf"), cache_modifier=".cg")
-    mass = tl.load(mass_ptr + block, mask=there, other=1.0, cache_modifier=".cg")
-    # the numbers are computed while the loads are on their way
-    block_noise = noise_in_order(FIRST_QUAD + tl.arange(0, MAX_BLOCKS // 4), seed, position, MAX_BLOCKS // 4)
+    index = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + index).to(tl.float32)
+    k, p, floor, asks = filters_of(index, top_k, top_p, min_p, vocab_size)
+    drawn = temperature > 0
+    seed, position = tl.load(seed_ptr + index), tl.load(position_ptr + index).to(tl.int32)
+    # random numbers need no logits: they are made while the masses are not complete yet
+    quads = FIRST_QUAD + tl.arange(0, MAX_BLOCKS // 4)
+    block_noise = tl.log(noise_in_order(quads, seed, position, MAX_BLOCKS // 4))
+    await_previous(PDL)
+    if drawn & asks:
+        return
+    block = tl.arange(0, MAX_BLOCKS)
+    at, there = index * num_blocks + block, block < num_blocks
+    peak = tl.load(peak_ptr + at, mask=there, other=-float("inf"))
+    mass = tl.load(mass_ptr + at, mask=there, other=1.0)
     broken = tl.max((mass != mass).to(tl.int32), 0)  # 1: there is a NaN
     best = tl.max(peak, 0)
     token_id = tl.full((), -1, tl.int32)
     if (best > -float("inf")) & (best < float("inf")) & (broken == 0):
         divisor = tl.where(drawn, temperature, 1.0)
-        block_scores = tl.div_rn(peak - best, divisor) + tl.log(mass) - tl.log(block_noise)
+        block_scores = tl.div_rn(peak - best, divisor) + tl.log(mass) - block_noise
         first = tl.argmax(tl.where(drawn, block_scores, peak), 0) * BLOCK
 
         ids = first + tl.arange(0, BLOCK)
+        row = logits_ptr + index * row_stride
         logits = tl.load(row + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
         noise = noise_in_order(first // 4 + tl.arange(0, BLOCK // 4), seed, position, BLOCK // 4)
         scores = tl.div_rn(logits - best, divisor) - tl.log(noise)
         token_id = first + tl.argmax(tl.where(drawn, scores, logits), 0)
-    return token_id
-
-# %% ../../nbs/10_layers.sampler.ipynb #91202463
-@triton.jit
-def sample_kernel(
-    logits_ptr, row_stride, temperature_ptr, seed_ptr, position_ptr, top_k, top_p, min_p,
-    peak_ptr, mass_ptr, arrived_ptr, token_ids_ptr, vocab_size, num_blocks,
-    FIRST_QUAD: tl.constexpr, MAX_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
-    "A program leaves the masses of some blocks of a row; the row's last to arrive draws"
-    await_previous(PDL)
-    index = tl.program_id(1).to(tl.int64)
-    temperature = tl.load(temperature_ptr + index).to(tl.float32)
-    k, p, floor, asks = filters_of(index, top_k, top_p, min_p, vocab_size)
-    if (temperature <= 0) | (asks == 0):
-        row, first = logits_ptr + index * row_stride, tl.program_id(0) * BLOCKS
-        peak_ptr += index * num_blocks
-        mass_ptr += index * num_blocks
-        leave_masses(
-            row, temperature, peak_ptr, mass_ptr, first, vocab_size, num_blocks, BLOCKS, BLOCK
-        )
-        tl.debug_barrier()
-        if tl.atomic_add(arrived_ptr + index, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-            tl.store(arrived_ptr + index, 0)
-            seed, position = tl.load(seed_ptr + index), tl.load(position_ptr + index).to(tl.int32)
-            token_id = draw_token(row, temperature, seed, position, peak_ptr, mass_ptr, vocab_size,
-                                  num_blocks, FIRST_QUAD, MAX_BLOCKS, BLOCK)
-            tl.store(token_ids_ptr + index, token_id.to(tl.int64))
+    tl.store(token_ids_ptr + index, token_id.to(tl.int64))
 
 # %% ../../nbs/10_layers.sampler.ipynb #1a770922
 @triton.jit
@@ -579,8 +571,8 @@ def filter_kernel(
             )
         tl.store(token_ids_ptr + index, token_id.to(tl.int64))
 
-# %% ../../nbs/10_layers.sampler.ipynb #615016a9
-BLOCKS, NUM_WARPS = 16, 4
+# %% ../../nbs/10_layers.sampler.ipynb #56bdf2ba
+BLOCKS, MASS_WARPS, DRAW_WARPS = 16, 4, 4
 LANES, SCAN, CAPACITY, FILTER_WARPS = 4096, 8192, 2048, 16
 PASSES = {torch.bfloat16: 8, torch.float16: 10}  # two bits each; float16 has 19 of float32's
 
@@ -593,7 +585,6 @@ def sample_triton(
     top_k: torch.Tensor | None = None,  # `[num_rows]` int64, 0 or -1 keeps all; None: no row asks
     top_p: torch.Tensor | None = None,  # `[num_rows]` float32, 1 keeps all
     min_p: torch.Tensor | None = None,  # `[num_rows]` float32, 0 keeps all
-    arrived: torch.Tensor | None = None,  # `[num_rows]` int32, zeros before and after
 ) -> torch.Tensor:                      # `[num_rows]` int64; -1 if unusable (NaN, or all -inf)
     "`sample_torch` without waiting for the device: the logits are read once, the filters' rows again"
     num_rows, vocab_size = logits.shape
@@ -603,49 +594,38 @@ def sample_triton(
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     temperature, seeds, positions = (x.contiguous() for x in (temperature, seeds, positions))
     filters = [x if x is None else x.contiguous() for x in (top_k, top_p, min_p)]
-    rows = logits, logits.stride(0), temperature, seeds, positions, *filters
-    if arrived is None:
-        arrived = torch.zeros(num_rows, dtype=torch.int32, device=logits.device)
+    rows = logits, logits.stride(0), temperature
 
     num_blocks = triton.cdiv(vocab_size, BLOCK)
+    sizes = vocab_size, num_blocks
     peak, mass = torch.empty(2, num_rows, num_blocks, dtype=torch.float32, device=logits.device)
-    sample_kernel[triton.cdiv(num_blocks, BLOCKS), num_rows](
-        *rows, peak, mass, arrived, token_ids, vocab_size, num_blocks,
-        FIRST_QUAD, max(triton.next_power_of_2(num_blocks), 16), BLOCKS, BLOCK,
-        num_warps=NUM_WARPS, **early_launch(logits.device),
+    block_mass_kernel[num_rows, triton.cdiv(num_blocks, BLOCKS)](
+        *rows, *filters, peak, mass, *sizes, BLOCKS, BLOCK,
+        num_warps=MASS_WARPS, **early_launch(logits.device),
+    )
+    max_blocks = max(triton.next_power_of_2(num_blocks), 16)
+    draw_kernel[(num_rows,)](
+        *rows, seeds, positions, *filters, peak, mass, token_ids, *sizes,
+        FIRST_QUAD, max_blocks, BLOCK, num_warps=DRAW_WARPS, **early_launch(logits.device),
     )
     if any(x is not None for x in filters):
         lists = torch.empty(num_rows, CAPACITY, dtype=torch.int32, device=logits.device)
         filter_kernel[(num_rows,)](
-            *rows, lists, token_ids, vocab_size,
+            *rows, seeds, positions, *filters, lists, token_ids, vocab_size,
             PASSES.get(logits.dtype, 16), LANES, SCAN, CAPACITY, num_warps=FILTER_WARPS,
         )
     return token_ids
 
-# %% ../../nbs/10_layers.sampler.ipynb #2c6e5ff0
-def sample(
-    logits, temperature, seeds, positions, top_k=None, top_p=None, min_p=None, arrived=None
-):
+# %% ../../nbs/10_layers.sampler.ipynb #5c4fe852
+def sample(logits, temperature, seeds, positions, top_k=None, top_p=None, min_p=None):
     "One token per row, by the implementation for the device of the logits; see `sample_torch`"
-    batch = logits, temperature, seeds, positions, top_k, top_p, min_p
-    return sample_triton(*batch, arrived) if can_launch(logits.device) else sample_torch(*batch)
+    implementation = sample_triton if can_launch(logits.device) else sample_torch
+    return implementation(logits, temperature, seeds, positions, top_k, top_p, min_p)
 
-# %% ../../nbs/10_layers.sampler.ipynb #bc8cd93a
+# %% ../../nbs/10_layers.sampler.ipynb #06677c35
 class Sampler(nn.Module):
     "The last layer of a step: logits to token ids"
 
-    max_counted = 4096  # rows of a batch whose counters are kept
-
-    def __init__(self):
-        super().__init__()
-        self.arrived = {}  # device -> zeros; recorded graphs refer to them, so they stay where they are
-
     def forward(self, logits, temperature, seeds, positions, top_k=None, top_p=None, min_p=None):
         "`sample` of the same arguments"
-        arrived = None
-        if can_launch(logits.device) and len(logits) <= self.max_counted:
-            if logits.device not in self.arrived:
-                zeros = torch.zeros(self.max_counted, dtype=torch.int32, device=logits.device)
-                self.arrived[logits.device] = zeros
-            arrived = self.arrived[logits.device]
-        return sample(logits, temperature, seeds, positions, top_k, top_p, min_p, arrived)
+        return sample(logits, temperature, seeds, positions, top_k, top_p, min_p)

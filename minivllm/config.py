@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DTYPES', 'SIZES', 'read', 'read_rope', 'read_dtype', 'resolve_dtype', 'read_sliding_window', 'as_list',
            'ExpertsConfig', 'read_experts', 'read_architecture', 'check_sizes', 'ModelConfig', 'load_model_config',
-           'check_choice', 'resolve_device', 'EngineConfig', 'resolve_max_model_len']
+           'check_choice', 'resolve_device', 'rank_device', 'check_num_gpus', 'EngineConfig', 'resolve_max_model_len']
 
 # %% ../nbs/16_config.ipynb #07098601
 from dataclasses import dataclass, field
@@ -290,7 +290,33 @@ def resolve_device(
         raise ValueError(f"device={device!r}: the CUDA devices here are numbered 0 to {count - 1}")
     return device
 
-# %% ../nbs/16_config.ipynb #a77cd504
+# %% ../nbs/16_config.ipynb #6bdd6782
+def rank_device(
+    device: str,  # of rank 0: "cpu", "cuda", "cuda:1"
+    rank: int,
+) -> str:
+    "Where a rank computes"
+    if device == "cpu":
+        return device
+    return f"cuda:{(torch.device(device).index or 0) + rank}"
+
+
+def check_num_gpus(
+    device: str,  # of rank 0
+    tensor_parallel_size: int,
+):
+    "Raise a ValueError unless there is a GPU for each rank"
+    if device == "cpu" or tensor_parallel_size == 1:
+        return
+    last = rank_device(device, tensor_parallel_size - 1)
+    if torch.device(last).index < torch.cuda.device_count():
+        return
+    raise ValueError(
+        f"tensor_parallel_size={tensor_parallel_size}, device={device!r}: the last rank would "
+        f"need {last}, and there are {torch.cuda.device_count()} CUDA devices here"
+    )
+
+# %% ../nbs/16_config.ipynb #298399b7
 @dataclass
 class EngineConfig:
     "Options of an engine, each checked when it is set"
@@ -301,6 +327,7 @@ class EngineConfig:
     dtype: str | torch.dtype = "auto"  # "auto", "float32", "bfloat16", "float16"
     device: str = "auto"  # "auto" takes CUDA where there is one
     seed: int = 0  # of requests that bring none of their own, and of dummy weights
+    tensor_parallel_size: int = 1  # ranks that share every matrix: GPUs, or processes on the CPU
     max_model_len: int | None = None  # tokens of prompt and output; None takes the model's own
     max_num_seqs: int = 256  # requests that run at the same time
     max_num_batched_tokens: int = 8192  # token budget of a step
@@ -321,7 +348,7 @@ class EngineConfig:
             if not isinstance(source, (str, PathLike)) or source == "":
                 raise ValueError(f"{name}={source!r}: must be a folder or a Hub id")
         # stored as plain integers, whatever kind they came as
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             setattr(self, name, check_range(name, getattr(self, name), 1))
         for name in ("max_model_len", "block_size", "num_kv_blocks"):
             if getattr(self, name) is not None:
@@ -338,6 +365,7 @@ class EngineConfig:
         self.dtype = str(self.dtype).removeprefix("torch.")
         check_choice("dtype", self.dtype, ("auto", *DTYPES))
         self.device = resolve_device(self.device)
+        check_num_gpus(self.device, self.tensor_parallel_size)
         backend = get_attention_backend(self.attention_backend, self.device)
         self.attention_backend = backend.name
         self.block_size = self.block_size or backend.default_block_size

@@ -570,3 +570,45 @@ def test_host_work_of_a_decode_step_fits_in_the_yardstick():
         spans.append(time.perf_counter() - start)
     spans.sort()
     assert spans[len(spans) // 4] < host_loop_seconds()
+
+
+def full_house(max_num_seqs, num_waiting):
+    "A scheduler in which everybody decodes, and others wait"
+    scheduler = Scheduler(BlockManager(1024, 16), max_num_seqs, 4096)
+    for i in range(max_num_seqs + num_waiting):
+        scheduler.add(Sequence(i, [i % 200, 3], SamplingParams(max_tokens=500, ignore_eos=True), 16))
+    step = scheduler.schedule()
+    assert len(step.seqs) == max_num_seqs
+    scheduler.postprocess(step, [7] * len(step.seqs))
+    return scheduler, step.seqs
+
+
+def admitted(scheduler):
+    "Who starts in the next step"
+    step = scheduler.schedule()
+    scheduler.postprocess(step, [7] * len(step.seqs))
+    return sum(n > 1 for n in step.num_tokens)
+
+
+def test_in_a_full_house_places_are_taken_some_at_a_time():
+    "A step with prompts is launched kernel by kernel: with one prompt it costs nearly what it costs with several"
+    scheduler, seqs = full_house(128, num_waiting=20)
+    assert admitted(scheduler) == 0
+    for i, expected in enumerate([0, 0, 0, 4]):
+        scheduler.abort(seqs[i])
+        assert admitted(scheduler) == expected
+
+
+def test_nobody_waits_long_for_others_to_start_with():
+    scheduler, seqs = full_house(128, num_waiting=20)
+    scheduler.abort(seqs[0])
+    assert [admitted(scheduler) for _ in range(34)] == [0] * 32 + [1, 0]
+    scheduler.abort(seqs[1])  # the count begins anew
+    assert [admitted(scheduler) for _ in range(33)] == [0] * 32 + [1]
+
+
+@pytest.mark.parametrize("max_num_seqs, num_waiting", [(128, 1), (63, 20), (4, 20)])
+def test_the_last_in_the_queue_and_small_houses_wait_for_nobody(max_num_seqs, num_waiting):
+    scheduler, seqs = full_house(max_num_seqs, num_waiting)
+    scheduler.abort(seqs[0])
+    assert admitted(scheduler) == 1

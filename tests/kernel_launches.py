@@ -171,6 +171,78 @@ def paged_decode_triton(launch, dtype, head_dim, batch):
     launch(*arguments, head_dim**-0.5, shared=prefixes if batch[-1] else None)
 
 
+# Mixture of experts. Sizes: hidden, an expert's, number of experts, experts a token. Qwen3-30B-A3B, Mixtral, a rank of eight, and odd ones
+
+EXPERTS = ((2048, 768, 128, 8), (4096, 14336, 8, 2), (2048, 96, 128, 8), (100, 36, 6, 3))
+MOE_TOKENS = (1, 16, 256, 1024, 8192)
+
+
+@launcher("minivllm.kernels.fused_moe", sizes=EXPERTS, tokens=(1, 8192), normalize=(True, False))
+def route_triton(launch, dtype, sizes, tokens, normalize):
+    launch(empty(tokens, sizes[2], dtype=dtype), sizes[3], normalize)
+
+
+@launcher("minivllm.kernels.fused_moe", sizes=EXPERTS, tokens=MOE_TOKENS, tile=(16, 128))
+def align_triton(launch, dtype, sizes, tokens, tile):
+    launch(integers(tokens, sizes[3]), sizes[2], tile)
+
+
+@launcher("minivllm.kernels.fused_moe", sizes=EXPERTS, tokens=MOE_TOKENS)
+def fused_moe_triton(launch, dtype, sizes, tokens):
+    hidden, size, num_experts, top_k = sizes
+    w13, w2 = empty(num_experts, 2 * size, hidden, dtype=dtype), empty(num_experts, hidden, size, dtype=dtype)
+    launch(empty(tokens, hidden, dtype=dtype), w13, w2, empty(tokens, top_k, dtype=torch.float32), integers(tokens, top_k))
+
+
+# Sums over ranks: hidden states of a decode step, and the largest that go the short way
+
+
+@launcher("minivllm.distributed", world_size=(2, 3, 8), nbytes=(8192, 2 << 20))
+def one_shot_all_reduce(launch, dtype, world_size, nbytes):
+    launch(empty(nbytes // dtype.itemsize, dtype=dtype), integers(world_size, dtype=torch.int64), 1)
+
+
+@launcher("minivllm.kernels.decode_fused", head_dim=(128, 64), batch=(((32, 8), 1, 64, False), ((9, 3), 2, 16, False)), norm=(True, False))
+def rope_attend_triton(launch, dtype, head_dim, batch, norm):
+    q, k_cache, v_cache, block_tables, context_lens = attention_arguments(dtype, head_dim, batch, queries_each=1)
+    heads, num_seqs, *_ = batch
+    qkv, *_ = packed_qkv(num_seqs, heads, head_dim, dtype)
+    weights = empty(2, head_dim, dtype=dtype) if norm else (None, None)
+    table, ids = empty(40960, 2, head_dim, dtype=torch.float32), integers(2, num_seqs, dtype=torch.int64)
+    launch(qkv, ids[0], table, *weights, 1e-6, k_cache, v_cache, ids[1], block_tables, context_lens, head_dim**-0.5)
+
+
+# Linear layers of few rows: outputs, inputs
+
+FEW_ROWS = (1, 2)
+PRODUCTS = ((4096, 1024), (960, 576), (6144, 4096), (1024, 3072), (4096, 12288), (100, 100))
+
+
+def few_rows(dtype, rows, sizes, bias, gated=False):
+    "Input, weight, and what a bias adds to the arguments"
+    outputs, inputs = sizes
+    size = 2 * outputs if gated else outputs
+    return empty(rows, inputs, dtype=dtype), empty(size, inputs, dtype=dtype), [empty(size, dtype=dtype)] if bias else []
+
+
+@launcher("minivllm.kernels.decode_linear", sizes=PRODUCTS, rows=FEW_ROWS, bias=(False, True), norm=(True, False))
+def norm_linear_triton(launch, dtype, sizes, rows, bias, norm):
+    x, weight, tail = few_rows(dtype, rows, sizes, bias)
+    launch(x, empty(sizes[1], dtype=dtype) if norm else None, 1e-6, weight, *tail)
+
+
+@launcher("minivllm.kernels.decode_linear", sizes=PRODUCTS, rows=FEW_ROWS, bias=(False, True))
+def norm_gate_up_silu_triton(launch, dtype, sizes, rows, bias):
+    x, weight, tail = few_rows(dtype, rows, sizes, bias, gated=True)
+    launch(x, empty(sizes[1], dtype=dtype), 1e-6, weight, *tail)
+
+
+@launcher("minivllm.kernels.decode_linear", sizes=PRODUCTS, rows=FEW_ROWS, bias=(False, True))
+def linear_residual_triton(launch, dtype, sizes, rows, bias):
+    x, weight, tail = few_rows(dtype, rows, sizes, bias)
+    launch(x, weight, empty(rows, sizes[0], dtype=dtype), *tail)
+
+
 # Toys
 
 

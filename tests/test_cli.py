@@ -1,5 +1,6 @@
 "The command line: three commands, errors of one line, a conversation that survives mistakes and Ctrl-C"
 import builtins
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,9 +13,11 @@ from rigs import DEVICE
 
 import minivllm
 from minivllm import LLM, SamplingParams
-from minivllm.cli import DEMO_PROMPTS, build_parser, compare_runs, field_comments, main
+from minivllm.bench import load_result
+from minivllm.cli import DEMO_PROMPTS, build_parser, compare_runs, field_comments, main, workload_lines
 from minivllm.config import EngineConfig
 from minivllm.engine.model_runner import ModelRunner
+from minivllm.workloads import MEASURED
 
 ROOT = Path(__file__).parents[1]
 QUESTIONS = ["What is this?", "Why?"]
@@ -284,3 +287,78 @@ def test_what_a_comparison_says():
     assert (first["seconds"], first["ratio"], first["same_answers"], first["all_seconds"]) == (1, 1, 2, [1, 10, 1])
     assert (second["seconds"], second["ratio"], second["same_answers"], second["num_output_tokens"]) == (3, 3, 1, 3)
     assert second["output_tokens_per_second"] == 1
+
+
+# bench, on workloads
+
+
+TINY = ["--model", "tiny", "--device", "cpu", "--num-kv-blocks", "512", "--repeat", "1"]
+
+
+def test_bench_of_workloads(tmp_path, capsys):
+    file = tmp_path / "36_workloads-tiny.cpu.json"
+    assert main(["bench", *TINY, "--workloads", "W1,W2", "--scale", "0.02", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "tiny (a toy): built in" in out and "max_model_len=4096" in out and "enable_prefix_caching=True" in out
+    assert " output tokens/s" in out and " ms/token" in out and "peers" not in out
+    result = load_result("36_workloads-tiny", MEASURED, folder=tmp_path, device="cpu")
+    assert result.stale == () and result.machine["gpu"] == "" and result.machine["host_loop_seconds"] > 0
+    about, first, second = result.rows
+    assert (first["workload"], second["workload"]) == ("W1", "W2")
+    assert about["ceilings"]["read"] > 0 and 0 < first["share_of_floor"] < 1
+    assert about["settings"]["max_num_seqs"] == EngineConfig("x").max_num_seqs
+
+
+def test_options_of_the_engine_reach_the_workloads(capsys):
+    options = ["--workloads", "W2", "--scale", "0.01", "--max-num-seqs", "3", "--no-enable-prefix-caching"]
+    assert main(["bench", *TINY, *options]) == 0
+    out = capsys.readouterr().out
+    assert "max_num_seqs=3" in out and "enable_prefix_caching=False" in out and "num_kv_blocks=512" in out
+
+
+def test_a_shape_without_workloads_runs_all(monkeypatch, capsys):
+    asked = {}
+
+    def run(model, names, repeat, scale, profile, **options):
+        asked.update(model=model, names=names, repeat=repeat, scale=scale, profile=profile, options=options)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("minivllm.cli.run_workloads", run)
+    assert main(["bench", "--model", "A", "--device", "cpu", "--profile"]) == 2
+    assert asked["model"] == "A" and asked["names"] == ["W1", "W2", "W3", "W4", "W5"]
+    assert (asked["repeat"], asked["scale"], asked["profile"]) == (3, 1.0, True)
+    defaults = {f.name: f.default for f in dataclasses.fields(EngineConfig)} | {"device": "cpu"}
+    assert all(defaults[name] == value for name, value in asked["options"].items())  # the engine's own
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--model", "tiny", "--workloads", "W1,W6"], "there is no W6, only W1, W2, W3, W4, W5"),
+    (["--model", "tiny", "--workloads", ""], "there is no"),
+    (["--model", "tiny", "--scale", "0"], "scale=0.0: must be above 0, at most 1"),
+    (["--model", "tiny", "--scale", "1.5"], "scale=1.5: must be above 0, at most 1"),
+    (["--scale", "0.5"], "add --workloads"),
+    (["--profile"], "add --workloads"),
+    (["--model", "tiny", "--compare", "transformers"], "--compare is about chat questions"),
+    (["--model", "tiny", "--workloads", "W2,W3", "--max-model-len", "700"], "W3 has sequences of 2049 tokens, and max_model_len is 700"),
+    (["--model", "tiny", "--workloads", "W2", "--profile"], "wants a CUDA device"),
+    (["--model", "tiny", "--max-num-seqs", "0"], "max_num_seqs=0"),
+])
+def test_mistakes_about_workloads_are_one_line(argv, message, capsys, monkeypatch):
+    monkeypatch.setattr("minivllm.workloads.run_requests", None)  # nothing is run first
+    assert main(["bench", "--device", "cpu", *argv]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_lines_of_a_measured_shape():
+    row = dict(workload="W1", seconds=4.0, output_tokens_per_second=33491.5, floor_seconds=3.0, share_of_floor=0.75,
+               peer="vLLM 0.26.0", peer_seconds=5.85, ratio_to_peer=0.684, host_loop_seconds=0.002)
+    trace = dict(workload="W1, steps 100 to 200", num_steps=100, window=0.4, idle_share=0.05, host_share=0.01)
+    about = dict(model="A", start_up_seconds=6.04, settings=dict(max_num_seqs=256, max_model_len=40960, tensor_parallel_size=1))
+    lines = workload_lines([about, row, trace])
+    assert lines[0] == "A (Qwen3-0.6B): built in 6.0 s (nano-vllm: 9 s)"
+    assert lines[1] == "max_num_seqs=256  max_model_len=40960  tensor_parallel_size=1"
+    assert lines[3].split("  ")[:1] == ["W1"] and "33,492 output tokens/s" in lines[3] and "75%" in lines[3]
+    assert "vLLM 0.26.0: 5.85 s  0.68" in lines[3]
+    assert "NVIDIA H200" in lines[4] and "2026-11-29" in lines[4]
+    assert lines[5] == "W1, steps 100 to 200: 4 ms a step, no kernel ran for 5.0% of it, waiting for the host 1.0%"

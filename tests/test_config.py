@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 import minivllm.config as config_module
 from minivllm.config import (
-    EngineConfig, ModelConfig, load_model_config, read_dtype, read_rope, read_sliding_window, resolve_dtype,
-    resolve_max_model_len,
+    EngineConfig, ModelConfig, check_num_gpus, load_model_config, rank_device, read_dtype, read_rope,
+    read_sliding_window, resolve_dtype, resolve_max_model_len,
 )
 
 LLAMA = dict(architectures=["LlamaForCausalLM"], model_type="llama",
@@ -278,3 +278,23 @@ def test_code_beside_a_checkpoint_is_neither_run_nor_asked_about(tmp_path, monke
 
 def test_a_folder_without_a_config_says_so(tmp_path):
     with pytest.raises(ValueError, match="no config.json"): load_model_config(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("device, rank, expected", [("cpu", 3, "cpu"), ("cuda", 0, "cuda:0"), ("cuda", 3, "cuda:3"), ("cuda:2", 1, "cuda:3")])
+def test_rank_device(device, rank, expected):
+    assert rank_device(device, rank) == expected
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "two"])
+def test_tensor_parallel_size_is_checked(value):
+    with pytest.raises((ValueError, TypeError), match="tensor_parallel_size"):
+        EngineConfig("some-model", device="cpu", tensor_parallel_size=value)
+
+
+def test_every_rank_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    check_num_gpus("cuda", 4)
+    check_num_gpus("cpu", 64)
+    for device, size in (("cuda", 5), ("cuda:2", 3)):
+        with pytest.raises(ValueError, match=f"tensor_parallel_size={size}.*4 CUDA devices"):
+            check_num_gpus(device, size)

@@ -1,11 +1,19 @@
 "Groups and collectives: what each rank gets, and that a failing rank never leaves the others waiting"
+import os
+import signal
 import threading
 import time
+from multiprocessing import shared_memory
 
+import numpy as np
 import pytest
 import torch
 
-from minivllm.distributed import SINGLE, PretendGroup, TensorParallelGroup, divide, run_ranks
+from minivllm.distributed import (
+    SINGLE, PeerMemory, PretendGroup, ProcessGroup, TensorParallelGroup, buffer_bytes, divide, environment, open_store, run_ranks,
+)
+from minivllm.engine.worker import WorkerError
+from tp_rig import Ranks, one_shot_input
 
 
 def test_group_of_one_returns_its_tensor():
@@ -124,3 +132,102 @@ def test_divide():
     assert divide(12, 4) == 3
     with pytest.raises(ValueError, match="number of heads 9 .* 2 ranks"):
         divide(9, 2, "number of heads")
+
+
+# Processes
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    "Three ranks, two of them processes of their own"
+    ranks = Ranks(3)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("dst", [0, 2])
+def test_collectives_between_processes(ranks, dst):
+    parts = [torch.arange(6.0).view(2, 3) + 10 * rank for rank in range(3)]
+    for rank, (side, below, gathered, nothing, total, sent, empty) in enumerate(ranks.run("collectives", dst)):
+        assert np.array_equal(side, torch.cat(parts, 1)) and np.array_equal(below, torch.cat(parts))
+        assert (gathered is None) == (nothing is None) == (rank != dst)
+        if rank == dst:
+            assert np.array_equal(gathered, torch.cat(parts, 1)) and nothing.shape == (2, 0)
+        assert np.array_equal(total, sum(parts)) and np.array_equal(sent, parts[dst]) and empty.shape == (0, 3)
+
+
+def test_row_parallel_bias_counts_once(ranks):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(5, 9), torch.randn(6, 9), torch.arange(6.0)
+    whole = torch.nn.functional.linear(x, weight, bias)
+    for y in ranks.run("biased_row_parallel", x.numpy(), weight.numpy(), bias.numpy()):
+        assert np.allclose(y, whole, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and want GPUs that reach each other")
+def test_one_shot_kernel(ranks):
+    sizes = [1, 100, 3000, 7]
+    shared = [shared_memory.SharedMemory(create=True, size=buffer_bytes(3)) for _ in range(3)]
+    try:
+        results = ranks.run("one_shot", [segment.name for segment in shared], sizes, 12)
+    finally:
+        for segment in shared:
+            segment.close()
+            segment.unlink()
+    for call, sums in enumerate(zip(*results)):
+        expected = sum(one_shot_input(rank, call, sizes) for rank in range(3))
+        assert np.allclose(sums[0], expected, atol=1e-5)
+        assert all(np.array_equal(y, sums[0]) for y in sums)  # the same bits everywhere
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_released_kernels_wait_for_nobody():
+    buffers = [torch.zeros(buffer_bytes(2), dtype=torch.uint8) for _ in range(2)]
+    peers = PeerMemory(0, buffers[0], torch.tensor([buffer.data_ptr() for buffer in buffers]))
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (peers.all_reduce(torch.ones(5)), peers.all_reduce(torch.ones(5)), done.set()))
+    thread.start()
+    assert not done.wait(0.3)  # rank 1 never comes
+    peers.release()
+    assert done.wait(10)
+    thread.join()
+
+
+def test_groups_leave_the_default_group_and_the_threads_alone(ranks):
+    assert not torch.distributed.is_initialized()
+    before = torch.get_num_threads()
+    alone = ProcessGroup(0, 1, open_store(1))
+    alone.close()
+    alone.close()
+    assert torch.get_num_threads() == before
+
+
+def test_a_partner_that_ends_before_it_is_met(ranks):
+    def check():
+        raise RuntimeError("rank 1 has ended")
+
+    with pytest.raises(RuntimeError, match="rank 1 has ended"):
+        ProcessGroup(0, 2, open_store(2), check=check)
+
+
+def test_environment_is_given_back(monkeypatch):
+    monkeypatch.setenv("MINIVLLM_A", "mine")
+    with environment(MINIVLLM_A="theirs", MINIVLLM_B="1"):
+        assert (os.environ["MINIVLLM_A"], os.environ["MINIVLLM_B"]) == ("mine", "1")
+    assert os.environ["MINIVLLM_A"] == "mine" and "MINIVLLM_B" not in os.environ
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "failed"])
+def test_a_rank_that_ends_while_rank_0_waits_inside_gloo(how):
+    ranks = Ranks(3)
+    start = time.monotonic()
+    if how == "killed":
+        threading.Timer(0.5, lambda: os.kill(ranks.workers.processes[0].pid, signal.SIGKILL)).start()
+        with pytest.raises(WorkerError, match="rank 1 was killed"):
+            ranks.run("wait_for_nobody", 100)
+    else:
+        with pytest.raises(WorkerError, match="(?s)rank 2 failed.*a mistake"):
+            ranks.run("fail_on", 2)
+    ranks.close()
+    assert time.monotonic() - start < 10

@@ -6,7 +6,7 @@
 __all__ = ['split_prompt', 'load_tokenizer', 'chat_end_token_ids', 'end_token_ids', 'Request', 'EngineStats', 'uninterrupted',
            'takes_engine_options', 'LLMEngine']
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #8d8a66a8
+# %% ../../nbs/34_engine.llm_engine.ipynb #e8274a8a
 import copy
 import dataclasses
 import inspect
@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from ..config import EngineConfig, as_list, load_model_config, resolve_max_model_len
 from .block_manager import BlockManager
-from .model_runner import ModelRunner
+from .model_runner import start_runner
 from .scheduler import Scheduler, SchedulerOutput
 from .sequence import Sequence
 from ..models.loader import resolve_model
@@ -147,7 +147,7 @@ def takes_engine_options(init):
     init.__signature__ = inspect.Signature([first, model, *keywords])
     return check_option_names(init)
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #8ce991d6
+# %% ../../nbs/34_engine.llm_engine.ipynb #e2232eea
 class LLMEngine:
     "Tokenizer, scheduler and runner behind four calls: add_request, step, abort_request, exit"
 
@@ -171,7 +171,8 @@ class LLMEngine:
         ends = end_token_ids(folder, model_config.eos_token_ids, self.tokenizer)
         self.stop_token_ids = frozenset(ends)
         # the runner comes before the scheduler: only it knows how many blocks there are
-        self.runner = ModelRunner(config, model_config, folder, self.max_model_len)
+        self.runner = start_runner(config, model_config, folder, self.max_model_len)
+        self.workers = self.runner.workers  # the other ranks, if there are several
         num_blocks, caching = self.runner.num_kv_blocks, config.enable_prefix_caching
         self.scheduler = Scheduler(
             BlockManager(num_blocks, config.block_size, caching),
@@ -280,7 +281,8 @@ class LLMEngine:
         )
         previous = self.in_flight[-1][1] if self.in_flight else None
         # if this raises, the step has not happened: nothing is counted, and the next one repeats it
-        launched = self.runner.launch(step.seqs, step.num_tokens, previous)
+        with self.together():
+            launched = self.runner.launch(step.seqs, step.num_tokens, previous)
         with uninterrupted():
             self.scheduler.advance(step)
             self.in_flight.append((step, launched, in_prompt))
@@ -288,7 +290,8 @@ class LLMEngine:
     def resolve(self):
         "Wait for the results of the oldest step on its way, and take them"
         step, launched, in_prompt = self.in_flight[0]
-        token_ids = launched.wait()
+        with self.together():
+            token_ids = launched.wait()
         # whoever was aborted in the meantime, or ended by the token before, has had the last output
         sampled = [
             seq for seq, token_id in zip(step.seqs, token_ids)
@@ -301,6 +304,19 @@ class LLMEngine:
             self.stats.num_prompt_tokens += in_prompt
             self.stats.num_output_tokens += len(sampled)
             self.collect_outputs(sampled, finished)
+
+    @contextmanager
+    def together(self):
+        "Around what all ranks do: Ctrl-C waits until it is done, and a broken group closes the engine"
+        if self.workers is None:
+            yield
+            return
+        try:
+            with uninterrupted():
+                yield
+        finally:
+            if self.workers.failure is not None:
+                self.exit()
 
     def note_first_step(self, step: SchedulerOutput):
         "The end of the time that requests have waited for"

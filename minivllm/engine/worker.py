@@ -200,7 +200,7 @@ def cause_of(
         return f"rank {rank} failed:\n{report}"
     return "a worker has closed its pipe"
 
-# %% ../../nbs/30_engine.worker.ipynb #b8498452
+# %% ../../nbs/30_engine.worker.ipynb #e3f43070
 class Workers:
     "The processes of ranks 1, 2, ...: start them, call them, watch them, end them"
 
@@ -291,10 +291,12 @@ class Workers:
                 self.fail(cause_of(self.processes, self.reports))
 
     def fail(self, failure: str):
-        "Note what happened, and wake up whoever waits for a rank that is gone"
+        "Note what happened, wake up whoever waits for a rank that is gone, and end the others"
         self.failure = failure
         for callback in self.on_failure:
             callback()
+        for process in self.processes:
+            process.kill()
         self.failed.set()
 
     @contextmanager

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MIN_ONEDNN_SIZE', 'PACK_FOR_ROWS', 'uses_onednn', 'linear', 'refuse_packed', 'packed', 'pack_weights', 'copy_shard',
            'load_whole', 'LinearBase', 'ReplicatedLinear', 'ColumnParallelLinear', 'RowParallelLinear',
-           'MergedColumnParallelLinear', 'QKVParallelLinear']
+           'MergedColumnParallelLinear', 'kv_heads_per_rank', 'QKVParallelLinear']
 
 # %% ../../nbs/07_layers.linear.ipynb #2038cbb5
 import torch
@@ -183,7 +183,19 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         target = param.data.narrow(0, sum(sizes[:shard_id]), sizes[shard_id])
         copy_shard(target, loaded, 0, self.output_sizes[shard_id], self.tp.rank * sizes[shard_id])
 
-# %% ../../nbs/07_layers.linear.ipynb #a3160a1f
+# %% ../../nbs/07_layers.linear.ipynb #19795d91
+def kv_heads_per_rank(
+    num_kv_heads: int,  # in all
+    world_size: int,
+) -> int:
+    "Key/value heads of each rank: a share of them, or a copy of one"
+    if world_size <= num_kv_heads:
+        return divide(num_kv_heads, world_size, "number of key/value heads")
+    if world_size % num_kv_heads:
+        raise ValueError(f"{world_size} ranks can't share {num_kv_heads} key/value heads")
+    return 1  # more ranks than heads: neighbours hold copies of one
+
+# %% ../../nbs/07_layers.linear.ipynb #6c93fadf
 class QKVParallelLinear(LinearBase):
     "Query, key and value projections in one matrix, cut between heads"
 
@@ -199,12 +211,7 @@ class QKVParallelLinear(LinearBase):
         self.head_dim = head_dim
         self.total_num_heads, self.total_num_kv_heads = num_heads, num_kv_heads
         self.num_heads = divide(num_heads, tp.world_size, "number of query heads")
-        if tp.world_size <= num_kv_heads:
-            self.num_kv_heads = divide(num_kv_heads, tp.world_size, "number of key/value heads")
-        elif tp.world_size % num_kv_heads:
-            raise ValueError(f"{tp.world_size} ranks can't share {num_kv_heads} key/value heads")
-        else:
-            self.num_kv_heads = 1  # more ranks than heads: neighbours hold copies of one
+        self.num_kv_heads = kv_heads_per_rank(num_kv_heads, tp.world_size)
         rows = (self.num_heads + 2 * self.num_kv_heads) * head_dim
         super().__init__(hidden_size, rows, bias, tp)
 

@@ -6,21 +6,26 @@
 __all__ = ['LlamaAttention', 'LlamaMLP', 'LlamaDecoderLayer', 'LlamaModel', 'LlamaForCausalLM', 'MistralForCausalLM',
            'Qwen2Attention', 'Qwen2ForCausalLM']
 
-# %% ../../nbs/20_models.llama.ipynb #9701e152
+# %% ../../nbs/20_models.llama.ipynb #dabe4f2e
 import torch
 from torch import nn
 
 from ..config import ModelConfig
 from ..distributed import SINGLE
+from ..kernels.common import can_launch
+from ..kernels.decode_fused import fits_fused, rope_attend
+from ..kernels.decode_linear import FEW_ROWS, linear_residual, norm_gate_up_silu, norm_linear
 from ..layers.activation import SiluAndMul
-from ..layers.attention import Attention, ForwardContext, TorchAttentionBackend
+from minivllm.layers.attention import (
+    Attention, ForwardContext, TorchAttentionBackend, TritonAttentionBackend,
+)
 from ..layers.embedding_head import ParallelLMHead, VocabParallelEmbedding
 from ..layers.layernorm import RMSNorm
 from ..layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from ..layers.rotary_embedding import RotaryEmbedding
 from .registry import register_model
 
-# %% ../../nbs/20_models.llama.ipynb #2efe5e2a
+# %% ../../nbs/20_models.llama.ipynb #99f956e2
 class LlamaAttention(nn.Module):
     "Projection into heads, attention, projection back"
 
@@ -57,7 +62,26 @@ class LlamaAttention(nn.Module):
     def forward(self, x, positions, ctx):
         return self.o_proj(self.attn(self.qkv_proj(x), positions, ctx))
 
-# %% ../../nbs/20_models.llama.ipynb #6ccca3b3
+    def add_to(self, stream, norm, positions, ctx):
+        "`stream + self(norm(stream), ...)` of few rows: norm and add belong to the projections"
+        qkv, o = self.qkv_proj, self.o_proj
+        x = norm_linear(stream, norm.weight, norm.eps, qkv.weight, qkv.bias)
+        return linear_residual(self.attend(x, positions, ctx), o.weight, stream, o.bias)
+
+    def attend(self, qkv, positions, ctx):
+        "What stands between the projections: one kernel where each row is a request's next token"
+        attn, cache = self.attn, ctx.kv_caches[self.attn.layer_idx]
+        decodes = ctx.num_decodes == len(qkv) and attn.backend is TritonAttentionBackend
+        if not (decodes and fits_fused(len(qkv), cache[0])):
+            return attn(qkv, positions, ctx)
+        counters = len(qkv) * attn.num_kv_heads
+        arrived = ctx.once("arrived", lambda: torch.zeros(counters, dtype=torch.int32, device=qkv.device))
+        return rope_attend(
+            qkv, positions, attn.rope.cos_sin, *attn.norms(), *cache, ctx.slot_mapping,
+            *ctx.decodes, attn.scale, arrived=arrived,
+        ).flatten(1)
+
+# %% ../../nbs/20_models.llama.ipynb #5544a492
 class LlamaMLP(nn.Module):
     "Gate and up in one product, the gated activation, down"
 
@@ -74,7 +98,13 @@ class LlamaMLP(nn.Module):
     def forward(self, x):
         return self.down_proj(self.act_fn(self.gate_up_proj(x)))
 
-# %% ../../nbs/20_models.llama.ipynb #95e68b86
+    def add_to(self, stream, norm):
+        "`stream + self(norm(stream))` of few rows: two kernels"
+        gate_up, down = self.gate_up_proj, self.down_proj
+        x = norm_gate_up_silu(stream, norm.weight, norm.eps, gate_up.weight, gate_up.bias)
+        return linear_residual(x, down.weight, stream, down.bias)
+
+# %% ../../nbs/20_models.llama.ipynb #b3fcad51
 class LlamaDecoderLayer(nn.Module):
     "Norm, attention, norm, MLP; what a branch adds to the stream is added by the norm that follows"
 
@@ -101,7 +131,14 @@ class LlamaDecoderLayer(nn.Module):
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
-# %% ../../nbs/20_models.llama.ipynb #9f10cff6
+    def add_to(self, stream, positions, ctx):
+        "The stream behind this layer, for few rows"
+        stream = self.self_attn.add_to(stream, self.input_layernorm, positions, ctx)
+        if type(self.mlp) is LlamaMLP:  # what replaces it may compute something else
+            return self.mlp.add_to(stream, self.post_attention_layernorm)
+        return stream + self.mlp(self.post_attention_layernorm(stream))
+
+# %% ../../nbs/20_models.llama.ipynb #97536ca0
 class LlamaModel(nn.Module):
     "Embedding, decoder layers, last norm"
 
@@ -122,9 +159,17 @@ class LlamaModel(nn.Module):
 
     def forward(self, token_ids, positions, ctx):
         x, residual = self.embed_tokens(token_ids), None
+        if self.has_few_rows(x):
+            for layer in self.layers:
+                x = layer.add_to(x, positions, ctx)
+            return self.norm(x)
         for layer in self.layers:
             x, residual = layer(x, residual, positions, ctx)
         return self.norm(x, residual)[0]
+
+    def has_few_rows(self, x) -> bool:
+        "Whether the step is a matter of reading the weights, all of which are here"
+        return len(x) <= FEW_ROWS and self.embed_tokens.tp.world_size == 1 and can_launch(x.device)
 
 # %% ../../nbs/20_models.llama.ipynb #123abea4
 @register_model("LlamaForCausalLM")

@@ -1,0 +1,138 @@
+"Ranks as processes: what workers run must be found in a module"
+import time
+from multiprocessing import shared_memory
+
+import torch
+
+from minivllm.distributed import PeerMemory, ProcessGroup, buffer_bytes, open_store
+from minivllm.engine.worker import Workers
+from minivllm.layers.linear import RowParallelLinear
+
+
+class Rank:
+    "Runs functions of this module in its group"
+
+    def __init__(self, rank, world_size, port):
+        self.tp = ProcessGroup(rank, world_size, open_store(world_size, port))
+
+    def run(self, name, *args):
+        self.result = globals()[name](self.tp, *args)
+
+    def get(self):
+        return self.result
+
+
+class Ranks:
+    "All of them: this process is rank 0"
+
+    def __init__(self, world_size):
+        store = open_store(world_size)
+        self.workers = Workers(world_size - 1, Rank, lambda rank: (rank, world_size, store.port))
+        self.tp = ProcessGroup(0, world_size, store, check=self.workers.check)
+        self.workers.on_failure.append(self.tp.abort)
+
+    def run(self, name, *args):
+        "Results of all ranks"
+        self.workers.call("run", name, *args)
+        with self.workers.guard():
+            mine = globals()[name](self.tp, *args)
+        return [mine, *self.workers.ask("get")]
+
+    def close(self):
+        self.workers.close()
+        self.tp.close()
+
+
+def collectives(tp, dst):
+    x = torch.arange(6.0).view(2, 3) + 10 * tp.rank
+    gathers = tp.all_gather(x), tp.all_gather(x, dim=0), tp.gather(x, dst=dst), tp.gather(x[:, :0], dst=dst)
+    changed = tp.all_reduce(x.clone()), tp.broadcast(x.clone(), src=dst), tp.all_reduce(x[:0])
+    return [None if y is None else y.numpy() for y in gathers + changed]
+
+
+def wait_for_nobody(tp, seconds):
+    "Rank 1 comes to its collective late"
+    if tp.rank == 1:
+        time.sleep(seconds)
+    return tp.all_reduce(torch.ones(3)).numpy()
+
+
+def fail_on(tp, bad_rank):
+    if tp.rank == bad_rank:
+        raise KeyError("a mistake")
+    return tp.all_reduce(torch.ones(3)).numpy()
+
+
+def biased_row_parallel(tp, x, weight, bias):
+    layer = RowParallelLinear(x.shape[1], 6, bias=True, tp=tp)
+    for param, loaded in ((layer.weight, weight), (layer.bias, bias)):
+        layer.weight_loader(param, torch.from_numpy(loaded))
+    return layer(torch.from_numpy(x).chunk(tp.world_size, dim=1)[tp.rank]).numpy()
+
+
+def one_shot(tp, names, sizes, num_calls):
+    "Sums by the kernel, in the interpreter, through memory that the processes share"
+    segments = [shared_memory.SharedMemory(name) for name in names]
+    buffers = [torch.frombuffer(segment.buf, dtype=torch.uint8)[: buffer_bytes(len(names))] for segment in segments]
+    peers = PeerMemory(tp.rank, buffers[tp.rank], torch.tensor([buffer.data_ptr() for buffer in buffers]))
+    sums = []
+    for call in range(num_calls):
+        x = one_shot_input(tp.rank, call, sizes)
+        if call % 3 == tp.rank % 3:
+            time.sleep(0.02)  # now this rank is late, now that
+        sums.append(peers.all_reduce(x).numpy())
+    keep.append((segments, buffers))  # views of the segments must not outlive them
+    return sums
+
+
+def one_shot_input(rank, call, sizes):
+    return torch.randn(sizes[call % len(sizes)], generator=torch.Generator().manual_seed(100 * call + rank))
+
+
+keep = []
+
+
+# Runners of other ranks, for engines
+
+
+def failing_worker(config, model_config, folder, max_model_len, rank, *args):
+    "A rank whose model can't be loaded, as it looks when its memory or its disk is at an end"
+    from minivllm.engine import model_runner
+
+    def load_weights(*args):
+        raise OSError(f"rank {rank} has lost its disk")
+
+    model_runner.load_weights = load_weights
+    return model_runner.make_worker(config, model_config, folder, max_model_len, rank, *args)
+
+
+def short_worker(config, model_config, folder, max_model_len, rank, *args):
+    "A rank with memory for five blocks"
+    from minivllm.engine.model_runner import ModelRunner, make_worker
+
+    ModelRunner.choose_num_kv_blocks = lambda self: 5
+    return make_worker(config, model_config, folder, max_model_len, rank, *args)
+
+
+def recording_worker(*args):
+    "A rank that repeats decode steps as a GPU does with graphs"
+    from minivllm.engine.model_runner import ModelRunner, make_worker
+
+    ModelRunner.uses_graphs = lambda self: True
+    return make_worker(*args)
+
+
+def slow_worker(*args):
+    "A rank whose third step takes very long"
+    from minivllm.engine.model_runner import ModelRunner, make_worker
+
+    run_model, steps = ModelRunner.run_model, []
+
+    def slow(self, inputs):
+        steps.append(1)
+        if len(steps) == 3:
+            time.sleep(100)
+        return run_model(self, inputs)
+
+    ModelRunner.run_model = slow
+    return make_worker(*args)

@@ -216,7 +216,7 @@ def one_shot_all_reduce(
     )
     return y
 
-# %% ../nbs/06_distributed.ipynb #734f17d1
+# %% ../nbs/06_distributed.ipynb #d69a7141
 class PeerMemory:
     "This rank's buffer, those of the others, and the sum through them"
 
@@ -227,6 +227,20 @@ class PeerMemory:
         addresses: torch.Tensor,  # `[world_size]` int64, each rank's buffer as this rank reaches it
     ):
         self.rank, self.buffer, self.addresses = rank, buffer, addresses
+        self.flags = buffer[: flag_bytes(len(addresses))].view(torch.int64)
+        # what `release` needs must be there before it is needed: the driver loads a kernel when it is
+        # first launched, and may wait for the device meanwhile
+        self.stream = torch.cuda.Stream(buffer.device) if buffer.is_cuda else None
+        self.set_flags(0)
+
+    def set_flags(self, value: int):
+        "Set this rank's flags, beside whatever its other streams do"
+        if self.stream is None:
+            self.flags.fill_(value)
+            return
+        with torch.cuda.stream(self.stream):
+            self.flags.fill_(value)
+        self.stream.synchronize()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         "The sum of every rank's `x`, on every rank"
@@ -234,16 +248,9 @@ class PeerMemory:
 
     def release(self):
         "End every wait for another rank, now and later"
-        flags = self.buffer[: flag_bytes(len(self.addresses))].view(torch.int64)
-        if not flags.is_cuda:
-            flags.fill_(RELEASED)
-            return
-        stream = torch.cuda.Stream(flags.device)  # in its own stream it would wait behind the kernel
-        with torch.cuda.stream(stream):
-            flags.fill_(RELEASED)
-        stream.synchronize()
+        self.set_flags(RELEASED)
 
-# %% ../nbs/06_distributed.ipynb #d09fa12b
+# %% ../nbs/06_distributed.ipynb #0ed7f45b
 def share_memory(
     rank: int,
     world_size: int,
@@ -260,8 +267,8 @@ def share_memory(
     shape = (buffer_bytes(world_size),)
     buffer = _SymmetricMemory.empty_strided_p2p(shape, (1,), torch.uint8, device, name)
     buffer.zero_()
-    torch.cuda.synchronize(device)  # before anybody can raise a flag in it
     handle = _SymmetricMemory.rendezvous(buffer, name)
+    buffer.handle = handle  # the others' memory stays mapped as long as it lives
     return buffer, torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
 
 # %% ../nbs/06_distributed.ipynb #35f10dbd
@@ -289,7 +296,7 @@ def options_of(kind, **values):
         setattr(options, name, value)
     return options
 
-# %% ../nbs/06_distributed.ipynb #a88ebdfe
+# %% ../nbs/06_distributed.ipynb #12d95be7
 class ProcessGroup(TensorParallelGroup):
     "One of several ranks that are processes of one machine: gloo on the CPU, NCCL between GPUs"
 
@@ -335,7 +342,9 @@ class ProcessGroup(TensorParallelGroup):
         gpus = range(first, first + self.world_size)
         if all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b):
             shared = share_memory(self.rank, self.world_size, self.store, self.device)
-            self.peers = PeerMemory(self.rank, *shared)
+            peers = PeerMemory(self.rank, *shared)
+            self.all_reduce(torch.zeros(1, device=self.device)).item()  # nobody's flags are reset any more
+            self.peers = peers
 
     def _run(self, collective, *args):
         "Issue a collective; on a GPU it is the stream that waits for it"

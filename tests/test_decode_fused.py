@@ -97,6 +97,6 @@ def test_dispatcher_takes_torch_on_a_cpu():
 
 def test_what_it_is_for():
     cache = lambda head_dim: torch.empty(1, 16, 1, head_dim)
-    assert fits_fused(1, cache(128)) and fits_fused(8, cache(64))
-    assert not fits_fused(9, cache(128)) and not fits_fused(1, cache(80)) and not fits_fused(1, cache(96))
+    assert fits_fused(1, cache(128)) and fits_fused(4, cache(64))
+    assert not fits_fused(5, cache(128)) and not fits_fused(1, cache(80)) and not fits_fused(1, cache(96))
     assert fused_config(1, 8, 2, 132)[2] == 16 and fused_config(8, 32, 2, 132)[2] == 1

@@ -200,7 +200,7 @@ def cause_of(
         return f"rank {rank} failed:\n{report}"
     return "a worker has closed its pipe"
 
-# %% ../../nbs/30_engine.worker.ipynb #e3f43070
+# %% ../../nbs/30_engine.worker.ipynb #db50e2a7
 class Workers:
     "The processes of ranks 1, 2, ...: start them, call them, watch them, end them"
 
@@ -294,7 +294,8 @@ class Workers:
         "Note what happened, wake up whoever waits for a rank that is gone, and end the others"
         self.failure = failure
         for callback in self.on_failure:
-            callback()
+            with suppress(Exception):
+                callback()
         for process in self.processes:
             process.kill()
         self.failed.set()

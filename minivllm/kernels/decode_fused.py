@@ -127,14 +127,14 @@ def rope_attend_kernel(
                seq, 0, kv_head, first + part, first, num_parts, 0, False,
                NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM, ROWS, HEADS, PARTS, 0)
 
-# %% ../../nbs/14_kernels.decode_fused.ipynb #1f6b3562
+# %% ../../nbs/14_kernels.decode_fused.ipynb #5826cbef
 def fits_fused(
     num_seqs: int,
     k_cache: torch.Tensor,  # `[num_blocks, block_size, num_kv_heads, head_dim]`
 ) -> bool:
     "Whether `rope_attend` takes these heads, and is meant for so few requests"
     half = k_cache.shape[-1] // 2
-    return num_seqs <= 8 and half >= 8 and half & (half - 1) == 0
+    return num_seqs <= 4 and half >= 8 and half & (half - 1) == 0
 
 
 def fused_config(
@@ -143,9 +143,10 @@ def fused_config(
     itemsize: int,  # bytes of a number
     num_sms: int,
 ) -> tuple[int, int, int]:  # keys of a tile, warps, parts of a context
-    "A program for every SM: fewer parts are merged sooner, and each has its first tile early"
+    "A program for every SM, since few parts are merged sooner; two where requests share the SMs"
     tile = 64 if itemsize == 2 else 16  # two tiles of keys and of values in registers
-    return tile, 4, max(1, num_sms // (num_kv_heads * num_seqs))
+    programs = num_sms if num_seqs <= 2 else 2 * num_sms
+    return tile, 4, max(1, programs // (num_kv_heads * num_seqs))
 
 # %% ../../nbs/14_kernels.decode_fused.ipynb #77110c59
 def rope_attend_triton(

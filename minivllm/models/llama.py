@@ -6,7 +6,7 @@
 __all__ = ['LlamaAttention', 'LlamaMLP', 'LlamaDecoderLayer', 'LlamaModel', 'LlamaForCausalLM', 'MistralForCausalLM',
            'Qwen2Attention', 'Qwen2ForCausalLM']
 
-# %% ../../nbs/20_models.llama.ipynb #dabe4f2e
+# %% ../../nbs/20_models.llama.ipynb #2f437c54
 import torch
 from torch import nn
 
@@ -14,7 +14,9 @@ from ..config import ModelConfig
 from ..distributed import SINGLE
 from ..kernels.common import can_launch
 from ..kernels.decode_fused import fits_fused, rope_attend
-from ..kernels.decode_linear import FEW_ROWS, linear_residual, norm_gate_up_silu, norm_linear
+from minivllm.kernels.decode_linear import (
+    few_rows, linear_residual, norm_gate_up_silu, norm_linear,
+)
 from ..layers.activation import SiluAndMul
 from minivllm.layers.attention import (
     Attention, ForwardContext, TorchAttentionBackend, TritonAttentionBackend,
@@ -138,7 +140,7 @@ class LlamaDecoderLayer(nn.Module):
             return self.mlp.add_to(stream, self.post_attention_layernorm)
         return stream + self.mlp(self.post_attention_layernorm(stream))
 
-# %% ../../nbs/20_models.llama.ipynb #97536ca0
+# %% ../../nbs/20_models.llama.ipynb #e3cab28a
 class LlamaModel(nn.Module):
     "Embedding, decoder layers, last norm"
 
@@ -169,9 +171,10 @@ class LlamaModel(nn.Module):
 
     def has_few_rows(self, x) -> bool:
         "Whether the step is a matter of reading the weights, all of which are here"
-        return len(x) <= FEW_ROWS and self.embed_tokens.tp.world_size == 1 and can_launch(x.device)
+        few = len(x) <= few_rows(x.shape[1])
+        return few and self.embed_tokens.tp.world_size == 1 and can_launch(x.device)
 
-# %% ../../nbs/20_models.llama.ipynb #123abea4
+# %% ../../nbs/20_models.llama.ipynb #3fdfd976
 @register_model("LlamaForCausalLM")
 class LlamaForCausalLM(nn.Module):
     "Llama and its head; other families replace the attention or the MLP"
@@ -219,6 +222,8 @@ class LlamaForCausalLM(nn.Module):
         hidden_states: torch.Tensor,  # `[num_rows, hidden_size]`, of the tokens to sample after
     ) -> torch.Tensor | None:  # `[num_rows, vocab_size]`; None on ranks other than 0
         "Logits of the rows that are sampled"
+        if len(hidden_states) <= 2 and self.model.has_few_rows(hidden_states):
+            return norm_linear(hidden_states, None, 0.0, self.lm_head.weight)
         return self.lm_head(hidden_states)
 
 # %% ../../nbs/20_models.llama.ipynb #46032cda

@@ -80,10 +80,10 @@ class HostEngine:
         self.runner, self.seqs, self.steps = FakeRunner(block_size, model), [], []
         self.steps_ahead, self.in_flight = steps_ahead, deque()
 
-    def add(self, prompt, max_tokens=1, stop=()) -> Sequence:
+    def add(self, prompt, max_tokens=1, stop=(), priority=0) -> Sequence:
         "A request in the queue"
         params = SamplingParams(max_tokens=max_tokens)
-        seq = Sequence(len(self.seqs), prompt, params, self.manager.block_size, frozenset(stop))
+        seq = Sequence(len(self.seqs), prompt, params, self.manager.block_size, frozenset(stop), priority=priority)
         self.scheduler.add(seq)
         self.seqs.append(seq)
         return seq

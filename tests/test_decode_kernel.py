@@ -7,6 +7,7 @@ import torch
 
 import minivllm.kernels.decode as decode_module
 from minivllm.kernels.decode import SharedPrefixes, find_shared_prefixes, paged_decode_torch, paged_decode_triton, shared_decode_torch
+from minivllm.kernels.prefill import paged_prefill_triton
 
 from paging import paged_batch, reference
 
@@ -151,3 +152,20 @@ def test_launches_know_nothing_of_the_lengths(monkeypatch):
         tables = torch.zeros(3, 8, dtype=torch.int32, device=DEVICE)
         paged_decode_triton(*args[:3], tables, *args[4:])
     assert launches[0] == launches[1] == launches[2]
+
+
+@pytest.mark.parametrize("launch", ["decode", "prefill"])
+def test_what_a_kernel_would_read_from_the_wrong_place_is_refused_or_put_right(launch):
+    args, _ = batch_of([5, 9, 3], 16, (4, 2, 16))
+    q, k_cache, v_cache, tables, lens, scale = args
+    call = {
+        "decode": lambda q, k, v: paged_decode_triton(q, k, v, tables, lens, scale),
+        "prefill": lambda q, k, v: paged_prefill_triton(q, k, v, tables, torch.arange(4, dtype=torch.int32, device=q.device), lens, scale),
+    }[launch]
+    expected = call(q, k_cache, v_cache)
+    apart = torch.zeros(3, 4, 32, dtype=q.dtype, device=q.device)[..., :16].copy_(q)  # heads with gaps between them
+    assert torch.equal(call(apart, k_cache, v_cache), expected)
+    gaps = torch.zeros(*k_cache.shape[:3], 32, dtype=q.dtype, device=q.device)[..., :16].copy_(k_cache)
+    for bad in ((q, gaps, v_cache), (q, k_cache, v_cache[:, :8]), (q[..., :8], k_cache, v_cache), (q[:, :3], k_cache, v_cache),
+                (q, k_cache.half(), v_cache.half())):
+        with pytest.raises(ValueError): call(*bad)

@@ -94,6 +94,7 @@ def test_experts_of_a_broken_token_exist(router, value):
     "It must not make a kernel read behind the weights, nor hide that it is broken"
     logits = torch.full((2, 6), value, device=DEVICE)
     logits[1] = torch.arange(6)
+    assert router(logits, 3, False)[0][0].isnan().all()
     weights, experts = router(logits, 3, True)
     assert sorted(set(experts[0].tolist())) == sorted(experts[0].tolist()) and 0 <= experts.min() and experts.max() < 6
     assert weights[0].isnan().all() and experts[1].tolist() == [5, 4, 3] and weights[1].isfinite().all()

@@ -359,10 +359,11 @@ def test_notebooks_open_as_they_should(notebooks):
 
 
 def test_one_notebook_one_module(notebooks):
-    found = [  # a second notebook of a number continues the first: its name too
-        f"{before.name} and {nb.name} have the same number"
-        for before, nb in zip(notebooks, notebooks[1:])
-        if before.number == nb.number and not nb.name.startswith(before.name.removesuffix(".ipynb") + "_")
+    first = {nb.number: nb for nb in reversed(notebooks)}
+    found = [  # other notebooks of a number continue the first: their names too
+        f"{first[nb.number].name} and {nb.name} have the same number"
+        for nb in notebooks
+        if nb is not first[nb.number] and not nb.name.startswith(first[nb.number].name.removesuffix(".ipynb") + "_")
     ]
     exports = Counter(nb.default_exp for nb in notebooks if nb.default_exp)
     found += [f"{name} is the default_exp of {times} notebooks" for name, times in exports.items() if times > 1]

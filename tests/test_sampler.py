@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from minivllm.layers.sampler import (
     FIRST_CANDIDATES,
     MASK32,
     Sampler,
+    adjust_logits,
     exponential_noise,
     keep_prefix,
     most_likely,
@@ -23,6 +25,7 @@ from minivllm.layers.sampler import (
     sample,
     sample_torch,
     sample_triton,
+    top_logprobs,
 )
 from paging import KERNEL_DEVICES
 
@@ -847,3 +850,163 @@ def test_a_recorded_step_draws_by_what_its_tensors_hold():
             batch[name].copy_(value)
         graph.replay()
         assert (token_ids.cpu() == sample_torch(**fresh)).sum() >= len(token_ids) - 1
+
+
+# --- several answers to a request
+
+
+def with_choices(batch):
+    return {**batch, "choices": torch.arange(len(batch["seeds"])) % 3}
+
+
+def test_each_choice_has_numbers_of_its_own():
+    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0)).expand(300, -1)
+    keys = dict(seeds=torch.zeros(300, dtype=torch.int64), positions=torch.arange(300))
+    for filters in ({}, {"top_k": 100}, {"top_p": 0.9}):
+        params = rows(300, temperature=1.0, **filters)
+        first, named, other = (
+            sample_torch(logits, **params, **keys, **choices)
+            for choices in ({}, rows(300, choices=0), rows(300, choices=1))
+        )
+        assert torch.equal(first, named) and (first == other).float().mean() < 0.2
+
+
+@given(st.lists(PARAMETERS, min_size=1, max_size=3), st.sampled_from([100, 300]))
+@settings(max_examples=10, deadline=None)
+def test_kernels_know_the_choice(requests, vocab_size):
+    batch = with_choices(make_batch(requests, vocab_size))
+    for row, call in enumerate(zip(*(batch[name].tolist() for name in ("temperature", "top_k", "top_p", "min_p")))):
+        if is_close_call(batch["logits"][row], *call): return
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        set_tiles(monkeypatch, 16, 128, 64)
+        assert same_tokens(batch)
+
+
+# --- penalties, bans, log-probabilities
+
+
+def adjusted(logits, prompts, outputs, repetition=1.0, frequency=0.0, presence=0.0, banned=(), unknown=False):
+    "`adjust_logits` of rows with these tokens; `unknown`: the host doesn't know the newest of them"
+    n, histories = len(logits), [p + o for p, o in zip(prompts, outputs)]
+    newest = torch.tensor([h[-1] for h in histories])
+    if unknown: histories = [h[:-1] + [-1] for h in histories]
+    at = torch.tensor([row for row, h in enumerate(histories) for _ in h])
+    is_output = torch.tensor([i >= len(p) for p, h in zip(prompts, histories) for i in range(len(h))])
+    penalties = [torch.as_tensor(x, dtype=torch.float32).expand(n) for x in (repetition, frequency, presence)]
+    bans = torch.tensor(banned, dtype=torch.int64).reshape(-1, 2).unbind(1) if banned else (None, None)
+    return adjust_logits(logits, newest, torch.tensor(sum(histories, [])), at, is_output, *penalties, *bans)
+
+
+HISTORIES = st.lists(
+    st.tuples(st.lists(st.integers(0, 39), min_size=1, max_size=12), st.lists(st.integers(0, 39), max_size=12)),
+    min_size=1, max_size=4,
+)
+
+
+@given(HISTORIES, st.sampled_from([0.5, 1.0, 1.3, 4.0]), st.sampled_from([-2.0, 0.0, 0.7]), st.sampled_from([-1.0, 0.0, 2.0]), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_penalties_by_hand(histories, repetition, frequency, presence, unknown):
+    prompts, outputs = (list(x) for x in zip(*histories))
+    logits = torch.randn(len(prompts), 40, generator=torch.Generator().manual_seed(0))
+    before = logits.clone()
+    result = adjusted(logits, prompts, outputs, repetition, frequency, presence, unknown=unknown)
+    assert torch.equal(logits, before)  # they are needed once more
+    for row, (prompt, output) in enumerate(histories):
+        for token_id in range(40):
+            value = before[row, token_id].item()
+            if token_id in prompt + output: value = value / repetition if value > 0 else value * repetition
+            value -= frequency * output.count(token_id) + presence * (token_id in output)
+            assert result[row, token_id].item() == pytest.approx(value, abs=1e-5)
+
+
+def test_repetition_penalty_is_transformers():
+    logits = 3 * torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    prompts, outputs = [[1, 2, 3]] * 3, [[4, 4], [5], [6, 7, 1]]
+    for penalty in (0.8, 1.0, 1.7):
+        result = adjusted(logits, prompts, outputs, penalty)
+        for row, (prompt, output) in enumerate(zip(prompts, outputs)):
+            theirs = transformers.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits[row : row + 1])
+            assert torch.equal(result[row : row + 1], theirs)
+
+
+def test_rows_without_a_penalty_keep_their_logits():
+    logits = torch.randn(2, 20, generator=torch.Generator().manual_seed(0)).bfloat16()
+    result = adjusted(logits, [[1], [2]], [[3, 3], [4]], repetition=[1.0, 2.0], frequency=[0.0, 1.0])
+    assert result.dtype == torch.float32 and torch.equal(result[0], logits[0].float()) and (result[1] != logits[1].float()).sum() == 2
+    nothing = [None] * 8
+    assert adjust_logits(logits, torch.tensor([3, 4]), *nothing) is logits
+
+
+def test_banned_tokens_are_never_drawn():
+    logits = torch.zeros(300, 4)
+    logits[:, 2] = 50.0
+    banned = [(row, token_id) for row in range(0, 300, 2) for token_id in (2, 3)]
+    result = adjusted(logits, [[0]] * 300, [[]] * 300, banned=banned)
+    ids = sample_torch(result, **rows(300, temperature=1.0, seeds=0), positions=torch.arange(300))
+    assert set(ids[::2].tolist()) == {0, 1} and set(ids[1::2].tolist()) == {2}
+    nothing_left = adjusted(logits[:1], [[0]], [[]], banned=[(0, i) for i in range(4)])
+    assert sample_torch(nothing_left, **rows(1, temperature=0.0, seeds=0, positions=0)).tolist() == [-1]
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 20])
+def test_logprobs_are_those_of_the_softmax(n):
+    logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
+    logits[0] = torch.arange(30) // 2  # pairs of equal ones: the lower id is the likelier
+    drawn = torch.arange(40) % 30
+    ids, logprobs, ranks = top_logprobs(logits, drawn, n)
+    expected = logits.log_softmax(-1)
+    assert ids.shape == logprobs.shape == (40, 1 + n) and torch.equal(ids[:, 0], drawn)
+    torch.testing.assert_close(logprobs, expected.gather(1, ids), rtol=0, atol=1e-6)
+    for row in range(40):
+        order = sorted(range(30), key=lambda i: (-expected[row, i].item(), i))
+        assert ids[row, 1:].tolist() == order[:n] and ranks[row] == 1 + order.index(drawn[row].item())
+
+
+def test_more_logprobs_than_tokens_and_none_at_all():
+    ids, logprobs, ranks = top_logprobs(torch.zeros(2, 3), torch.tensor([1, -1]), 20)
+    assert ids.shape == logprobs.shape == (2, 4) and ranks.tolist() == [2, 1]
+    ids, logprobs, ranks = top_logprobs(torch.zeros(0, 3), torch.empty(0, dtype=torch.int64), 2)
+    assert ids.shape == (0, 3) and ranks.shape == (0,)
+
+
+CONFIDENCE = 1e-4  # a correct sampler is refused once in ten thousand test runs; seeds are fixed, so it stays as it is
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(temperature=0.7),
+        dict(temperature=1.5, top_k=7),
+        dict(top_p=0.8),
+        dict(min_p=0.1),
+        dict(temperature=0.8, top_k=12, top_p=0.9),
+        dict(repetition=1.5),
+        dict(temperature=0.9, repetition=1.2, top_k=15, top_p=0.95),
+        dict(temperature=0.9, frequency=0.4, presence=0.3),
+    ],
+)
+def test_the_distribution_is_that_of_transformers_processors(options):
+    "20,000 draws against the probabilities that transformers' processors leave (frequency and presence: by hand)"
+    logits = 2 * torch.randn(1, 30, generator=torch.Generator().manual_seed(3))
+    prompt, output = [1, 2, 3, 4], [5, 5, 6, 1]
+    penalties = {name: options[name] for name in ("repetition", "frequency", "presence") if name in options}
+    reference = logits.clone()
+    if "repetition" in options:
+        reference = transformers.RepetitionPenaltyLogitsProcessor(options["repetition"])(torch.tensor([prompt + output]), reference)
+    for token_id in set(output):
+        reference[0, token_id] -= options.get("frequency", 0) * output.count(token_id) + options.get("presence", 0)
+    for name, processor in (
+        ("temperature", transformers.TemperatureLogitsWarper), ("min_p", transformers.MinPLogitsWarper),
+        ("top_k", transformers.TopKLogitsWarper), ("top_p", transformers.TopPLogitsWarper),
+    ):
+        if name in options: reference = processor(options[name])(None, reference)
+    probs = reference[0].softmax(-1)
+    ours = adjusted(logits, [prompt], [output], **penalties)[0]
+    ids = draws(ours, 20_000, **{"temperature": 1.0, **{k: v for k, v in options.items() if k not in penalties}})
+    kept = probs > 0
+    assert kept[ids].all()
+    renumbered = torch.cumsum(kept, 0)[ids] - 1
+    assert p_value(renumbered, probs[kept]) > CONFIDENCE
+    if penalties:  # the test would see it if they were missing
+        plain = draws(logits[0], 20_000, **{"temperature": 1.0, **{k: v for k, v in options.items() if k not in penalties}})
+        assert not kept[plain].all() or p_value(torch.cumsum(kept, 0)[plain] - 1, probs[kept]) < CONFIDENCE

@@ -3,6 +3,8 @@ import time
 
 import pytest
 from host_rig import HostEngine, solo_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from minivllm.bench import host_loop_seconds
 from minivllm.engine.batch import prepare_decode, prepare_sample
@@ -526,17 +528,84 @@ def test_prefill_first_lets_running_requests_wait():
 
 @POLICIES
 @pytest.mark.parametrize("budget", [1, 2, 3])
-def test_small_budget_goes_round(policy, budget):
-    engine = HostEngine(num_blocks=64, max_num_seqs=5, policy=policy, model=sevens)
+def test_no_more_run_than_a_step_has_tokens(policy, budget):
+    "fails without `min(..., self.max_num_batched_tokens)` in `_admit`: the last of five would wait for its turn"
+    engine = HostEngine(num_blocks=64, max_num_seqs=5, budget=budget, policy=policy, model=sevens)
     seqs = [engine.add([i], max_tokens=12) for i in range(5)]
-    engine.step()
-    engine.scheduler.max_num_batched_tokens = budget  # fewer tokens than running sequences
-    while not any(seq.is_finished for seq in seqs): engine.step()
+    engine.run()
     for seq in seqs:
         served = [i for i, step in enumerate(engine.steps) if seq.seq_id in step]
-        assert all(b - a <= -(-5 // budget) for a, b in zip(served, served[1:]))
-        assert seq.num_output_tokens >= 11
+        assert len(served) == 12 and all(b - a <= 1 + (policy == "prefill_first") for a, b in zip(served, served[1:]))
+
+
+requests = st.tuples(st.integers(1, 14), st.integers(1, 9), st.integers(-2, 2), st.integers(0, 6))  # prompt, output, priority, pause before it
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(requests, min_size=1, max_size=14), st.integers(1, 9), st.integers(1, 6), st.integers(6, 20), st.integers(0, 1))
+def test_nobody_waits_while_running_and_equals_start_in_order(trace, budget, max_num_seqs, num_blocks, steps_ahead):
+    """Any traffic: whoever runs has a token in every second step at least, whoever waits is overtaken by the more urgent alone,
+    a victim is the least urgent and of those the last to start, and all of them end
+
+    Fails if `_make_room` takes the last to start alone, if `_enqueue` appends, if `_admit` passes over the head of the queue.
+    """
+    engine = HostEngine(num_blocks=num_blocks, budget=budget, max_num_seqs=max_num_seqs, steps_ahead=steps_ahead)
+    scheduler, last, trace = engine.scheduler, {}, list(trace)
+    preempt, start = scheduler._preempt, scheduler._start
+
+    def preempt_and_look(victim):
+        assert all((seq.priority, seq.admission) <= (victim.priority, victim.admission) for seq in scheduler.running)
+        preempt(victim)
+
+    def start_and_look(seq):
+        assert all((seq.priority, seq.seq_id) < (other.priority, other.seq_id) for other in scheduler.waiting)
+        start(seq)
+
+    scheduler._preempt, scheduler._start = preempt_and_look, start_and_look
+    pause = 0
+    while trace or scheduler.has_unfinished():
+        while trace and pause >= trace[0][3]:
+            prompt, output, priority, _ = trace.pop(0)
+            engine.add(range(len(engine.seqs) * 20, len(engine.seqs) * 20 + prompt), output, priority=priority)
+            pause = 0
+        pause += 1
+        before = set(scheduler.running)
+        if not scheduler.has_unfinished(): continue
+        step = engine.step()
+        for seq in before:
+            idle = 0 if seq in step.seqs or seq not in scheduler.running else last.get(seq, 0) + 1
+            assert idle < 2, f"{seq} has run for two steps without a token"
+            last[seq] = idle
+        assert [(s.priority, s.seq_id) for s in scheduler.waiting] == sorted((s.priority, s.seq_id) for s in scheduler.waiting)
+    while engine.in_flight: engine.resolve()
+    for seq in engine.seqs:
+        assert seq.output_token_ids == solo_output(seq.token_ids[: seq.num_prompt_tokens], seq.max_num_tokens - seq.num_prompt_tokens)
+
+
+def test_the_more_urgent_start_first():
+    engine = HostEngine(max_num_seqs=1)
+    for priority in (3, 0, 3, -1, 0): engine.add([1, 2], max_tokens=1, priority=priority)
     engine.run()
+    assert [list(step) for step in engine.steps] == [[3], [1], [4], [0], [2]]
+
+
+def test_the_least_urgent_is_preempted_even_if_it_started_first():
+    engine = HostEngine(num_blocks=4)
+    low, high = engine.add([1, 2, 3, 4, 5, 6, 7], max_tokens=8, priority=1), engine.add([11, 12, 13, 14, 15, 16, 17], max_tokens=8)
+    preempted = []
+    while engine.scheduler.has_unfinished(): preempted += engine.step().preempted
+    assert preempted and set(preempted) == {low} and high.num_output_tokens == low.num_output_tokens == 8
+
+
+def test_a_stream_of_equals_starves_nobody():
+    "Requests keep coming, one in each step: each starts before all that came later"
+    engine = HostEngine(num_blocks=12, budget=16, max_num_seqs=3)
+    for i in range(60):
+        engine.add(range(20 * i, 20 * i + 3 + 9 * (i % 2)), max_tokens=4)
+        engine.step()
+    engine.run()
+    first = [min(i for i, step in enumerate(engine.steps) if seq.seq_id in step) for seq in engine.seqs]
+    assert first == sorted(first)
 
 
 def test_long_prompt_leaves_running_requests_their_tokens():

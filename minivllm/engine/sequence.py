@@ -21,7 +21,7 @@ class SequenceStatus(Enum):
     RUNNING = auto()
     FINISHED = auto()
 
-# %% ../../nbs/25_engine.sequence.ipynb #b564abdf
+# %% ../../nbs/25_engine.sequence.ipynb #b5dafed7
 class Sequence:
     "The tokens of one request, and what the engine knows about them"
 
@@ -33,6 +33,7 @@ class Sequence:
         block_size: int,                 # tokens of a KV block
         stop_token_ids: frozenset = frozenset(),  # it ends after any of these
         seed: int = 0,                   # of its random numbers
+        priority: int = 0,               # a lower number is served earlier
     ):
         self.seq_id = seq_id
         self.token_ids = list(token_ids)
@@ -43,11 +44,12 @@ class Sequence:
         self.block_size = block_size
         self.stop_token_ids = stop_token_ids
         self.seed = seed
+        self.priority = priority
         # at this length it ends; the scheduler lowers it where model or memory end earlier
         self.max_num_tokens = self.num_prompt_tokens + sampling_params.max_tokens
         self.status = SequenceStatus.WAITING
         self.finish_reason = None      # "stop", "length", "abort" or "error", once finished
-        self.stop_reason = None        # the token that ended it, if the request named that one
+        self.stop_reason = None        # what ended it: a token that the request named, an error's cause
         self.num_computed_tokens = 0   # tokens whose K/V is in its blocks
         self.num_unknown_tokens = 0    # at the end of token_ids: still being computed
         self.num_cached_tokens = 0     # of these, found there when it was first admitted
@@ -130,7 +132,7 @@ class Sequence:
         del self.token_ids[self.first_unknown :]
         self.num_unknown_tokens = 0
 
-    def finish(self, reason: str, stop_reason: int | None = None):
+    def finish(self, reason: str, stop_reason: int | str | None = None):
         "The end of its life"
         self.status = SequenceStatus.FINISHED
         self.finish_reason = reason

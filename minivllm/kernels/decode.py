@@ -9,7 +9,7 @@ __all__ = ['GATHERED_BYTES', 'SHARED_PARTS', 'EARLY_SEQS', 'TILE_ROWS', 'DecodeP
            'attend_with_lse', 'shared_decode_torch', 'best_sharing', 'find_shared_prefixes', 'shared_prefix_kernel',
            'launch_shared_prefix', 'paged_decode']
 
-# %% ../../nbs/14_kernels.decode.ipynb #d4ebc39b
+# %% ../../nbs/14_kernels.decode.ipynb #ab9e4dfb
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,9 @@ from minivllm.kernels.common import (
     await_previous, can_launch, capability_of, early_launch, num_sms, round_to, size_class, tl, triton,
 )
 from .kv_cache import gather_pages
-from .prefill import LOG2E, attend_tile, kv_descriptors, load_kv_tile, takes_descriptors
+from minivllm.kernels.prefill import (
+    LOG2E, attend_tile, check_pages, kv_descriptors, load_kv_tile, takes_descriptors,
+)
 
 # %% ../../nbs/14_kernels.decode.ipynb #23adca66
 GATHERED_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}  # keys and values brought together at once
@@ -337,7 +339,7 @@ class SharedPrefixes(NamedTuple):
 SHARED_PARTS = 2  # programs that divide a shared prefix among them
 EARLY_SEQS = 8    # batches up to this size start early; programs of larger ones would sit on the SMs' shared memory
 
-# %% ../../nbs/14_kernels.decode.ipynb #85cea428
+# %% ../../nbs/14_kernels.decode.ipynb #46458f5f
 def paged_decode_triton(
     q, k_cache, v_cache, block_tables, context_lens, scale,
     shared: SharedPrefixes | None = None,
@@ -348,6 +350,7 @@ def paged_decode_triton(
 
     `context_lens` must be complete before the kernel in front begins: they are read while it ends.
     """
+    q = check_pages(q, k_cache, v_cache)
     num_seqs, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

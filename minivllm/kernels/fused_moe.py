@@ -227,7 +227,7 @@ def align_triton(experts, num_experts, tile):
     )
     return Alignment(pairs, of_tile)
 
-# %% ../../nbs/22_kernels.fused_moe.ipynb #e298d6c1
+# %% ../../nbs/22_kernels.fused_moe.ipynb #95e1b154
 @triton.jit
 def load_weights(
     w_ptr, row, n, k, start, ROWS: tl.constexpr, K: tl.constexpr,
@@ -245,58 +245,7 @@ def load_weights(
             w = tl.load(w_ptr + offsets, mask=(rows < ROWS)[:, None] & (columns < K)[None, :], other=0.0)
     return w
 
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def gate_up_kernel(
-    x_ptr, w_ptr, h_ptr, pairs_ptr, experts_ptr, x_stride, num_pairs,
-    TOP_K: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
-    "One program: `TILE` pairs of one expert, `BLOCK_N` columns of gate and of up, then SiLU·mul"
-    await_previous(PDL)
-    BLOCKS: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
-    tile, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK_N
-    expert = tl.load(experts_ptr + tile)
-    if expert < 0:
-        return
-    m, n, k = tl.arange(0, TILE), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    pair = tl.load(pairs_ptr + tile * TILE + m)
-    real = (pair < num_pairs)[:, None]
-    rows = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * x_stride
-    row = expert * 2 * SIZE  # the expert's first among the rows of all
-    gate = tl.zeros((TILE, BLOCK_N), tl.float32)
-    up = tl.zeros((TILE, BLOCK_N), tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        mask = real if K % BLOCK_K == 0 else real & (start + k < K)[None, :]
-        x = tl.load(rows + start + k[None, :], mask=mask, other=0.0)
-        w = load_weights(w_ptr, row, first, k, start, SIZE, K, BLOCK_N, BLOCK_K, DESCRIPTORS)
-        gate = dot(x, tl.trans(w), gate)
-        w = load_weights(w_ptr, row + SIZE, first, k, start, SIZE, K, BLOCK_N, BLOCK_K, DESCRIPTORS)
-        up = dot(x, tl.trans(w), up)
-    h = round_to(activate(gate, "silu") * up, h_ptr.dtype.element_ty)
-    to = (tile * TILE + m).to(tl.int64)[:, None] * SIZE + (first + n)[None, :]
-    tl.store(h_ptr + to, h, mask=real & (first + n < SIZE)[None, :])
-
-# %% ../../nbs/22_kernels.fused_moe.ipynb #fc7bfb5a
-@triton.jit
-def load_weights(
-    w_ptr, row, n, k, start, ROWS: tl.constexpr, K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
-):
-    "`[BLOCK_N, BLOCK_K]` of a matrix with `ROWS` rows that begins at `row` of all matrices' rows"
-    if DESCRIPTORS:
-        w = w_ptr.load([row + n, start])
-    else:
-        rows, columns = n + tl.arange(0, BLOCK_N), start + k
-        offsets = (row.to(tl.int64) + rows)[:, None] * K + columns[None, :]
-        if ROWS % BLOCK_N == 0 and K % BLOCK_K == 0:
-            w = tl.load(w_ptr + offsets)
-        else:
-            w = tl.load(w_ptr + offsets, mask=(rows < ROWS)[:, None] & (columns < K)[None, :], other=0.0)
-    return w
-
-
+# %% ../../nbs/22_kernels.fused_moe.ipynb #09629e01
 @triton.jit(do_not_specialize=["num_pairs"])
 def gate_up_kernel(
     x_ptr, w_ptr, h_ptr, pairs_ptr, experts_ptr, x_stride, num_pairs,
@@ -446,7 +395,7 @@ def pair_down_kernel(
         out = round_to(out.to(tl.float32) + residual.to(tl.float32), out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * SIZE + n, out, mask=n < SIZE)
 
-# %% ../../nbs/22_kernels.fused_moe.ipynb #ec69d8f9
+# %% ../../nbs/22_kernels.fused_moe.ipynb #01a0045d
 class MoETiles(NamedTuple):
     "How a step is cut"
 
@@ -460,14 +409,14 @@ def blocks(block_n, block_k, num_warps, stages=None):
     options = dict(BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps)
     return options if stages is None else options | dict(STAGES=stages)
 
-
+# %% ../../nbs/22_kernels.fused_moe.ipynb #30e79ae1
 def fitting_block(K, most):
     "A power of two up to `most` that wastes little of its last block on `K` columns"
     while most > 128 and triton.cdiv(K, most) * most > 1.125 * K:
         most //= 2
     return most
 
-
+# %% ../../nbs/22_kernels.fused_moe.ipynb #e3af6a25
 def moe_tiles(
     num_pairs: int,
     num_experts: int,
@@ -498,7 +447,7 @@ def moe_tiles(
         return MoETiles(128, blocks(128, 64, 8, 4), blocks(256, 64, 8, 4))
     return MoETiles(128, blocks(64, 32, 8, 3), blocks(128, 32, 8, 3))
 
-# %% ../../nbs/22_kernels.fused_moe.ipynb #3c462d14
+# %% ../../nbs/22_kernels.fused_moe.ipynb #bcd1f666
 def check_moe(x, w13, w2, weights, experts, residual=None):
     "Refuse what doesn't fit together"
     num_experts, double, hidden_size = w13.shape
@@ -511,7 +460,7 @@ def check_moe(x, w13, w2, weights, experts, residual=None):
         shapes = ", ".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in named.items())
         raise ValueError(f"these don't fit together: {shapes}")
 
-
+# %% ../../nbs/22_kernels.fused_moe.ipynb #caa067cf
 def by_pairs(x, w13, w2, weights, experts, residual, config):
     "Two launches, a program for each pair and each token"
     (num_tokens, top_k), (num_experts, double, hidden_size) = experts.shape, w13.shape

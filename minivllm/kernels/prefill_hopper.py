@@ -9,14 +9,14 @@ __all__ = ['BLOCK_M', 'BLOCK_N', 'STAGES', 'copy_in', 'tile_blocks', 'copy_tile'
            'plan_prefill', 'paged_prefill_hopper_kernel', 'is_hopper', 'fits_hopper', 'paged_prefill_hopper',
            'paged_prefill']
 
-# %% ../../nbs/13_kernels.prefill_hopper.ipynb #ae1b6d01
+# %% ../../nbs/13_kernels.prefill_hopper.ipynb #51549eb1
 import functools
 import math
 
 import torch
 
 from .common import MissingTriton, can_launch, capability_of, size_class, tl, triton
-from .prefill import LOG2E, paged_prefill_torch, paged_prefill_triton
+from .prefill import LOG2E, check_pages, paged_prefill_torch, paged_prefill_triton
 
 # %% ../../nbs/13_kernels.prefill_hopper.ipynb #cfed6c8f
 try:
@@ -414,7 +414,7 @@ def fits_hopper(
         and k_cache.is_contiguous()
     )
 
-# %% ../../nbs/13_kernels.prefill_hopper.ipynb #9ce97092
+# %% ../../nbs/13_kernels.prefill_hopper.ipynb #e31a74b9
 def paged_prefill_hopper(
     q: torch.Tensor,             # `[num_tokens, num_heads, head_dim]`, request after request
     k_cache: torch.Tensor,       # `[num_blocks, block_size, num_kv_heads, head_dim]`
@@ -427,13 +427,12 @@ def paged_prefill_hopper(
     overlap: bool = True,        # softmax beside matrix products; False to see what that is worth
 ) -> torch.Tensor:               # like `q`
     "Causal attention of ragged queries over pages, on GPUs of generation 9.0 alone"
+    q = check_pages(q, k_cache, v_cache)
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out
-    if q.stride()[1:] != (head_dim, 1):  # rows may lie apart, as in packed qkv, but not their heads
-        q = q.contiguous()
     if plan is None:
         plan = plan_prefill(cu_seqlens_q, context_lens, num_tokens)
     layout = gl.NVMMASharedLayout.get_default_for([64, head_dim], gl.float16)  # as for bfloat16

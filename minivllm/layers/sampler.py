@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['PHILOX_ROUNDS', 'PHILOX_MULTIPLIERS', 'PHILOX_KEY_STEPS', 'MASK32', 'BLOCK', 'FIRST_QUAD', 'FIRST_CANDIDATES',
            'LOG2E', 'NO_ID', 'BLOCKS', 'MASS_WARPS', 'DRAW_WARPS', 'LANES', 'SCAN', 'CAPACITY', 'FILTER_WARPS',
-           'PASSES', 'race', 'philox', 'quad_noise', 'exponential_noise', 'noise_of', 'draw_unfiltered', 'most_likely',
-           'keep_prefix', 'draw_filtered', 'sample_torch', 'exponential', 'quad_bits', 'bits_in_order', 'bits_of',
-           'filters_of', 'block_mass_kernel', 'noise_in_order', 'draw_kernel', 'candidates', 'larger', 'lane_peaks',
-           'shortlist', 'order_of', 'logit_of', 'find_distance', 'totals', 'cut_of', 'last_tie', 'race_kept',
-           'draw_kept', 'filter_kernel', 'sample_triton', 'sample', 'Sampler']
+           'PASSES', 'LOGPROB_ROWS', 'race', 'philox', 'quad_noise', 'exponential_noise', 'noise_of', 'draw_unfiltered',
+           'most_likely', 'keep_prefix', 'draw_filtered', 'sample_torch', 'exponential', 'quad_bits', 'bits_in_order',
+           'bits_of', 'filters_of', 'block_mass_kernel', 'choice_of', 'noise_in_order', 'draw_kernel', 'candidates',
+           'larger', 'lane_peaks', 'shortlist', 'order_of', 'logit_of', 'find_distance', 'totals', 'cut_of', 'last_tie',
+           'race_kept', 'draw_kept', 'filter_kernel', 'sample_triton', 'penalize', 'adjust_logits', 'top_logprobs',
+           'sample', 'Sampler']
 
 # %% ../../nbs/10_layers.sampler.ipynb #aae1416e
 import torch
@@ -77,7 +78,7 @@ def noise_of(seeds, positions, token_ids, choice=0):
     noise = quad_noise(seeds, positions, token_ids // 4, choice)
     return noise.gather(-1, (token_ids % 4).unsqueeze(-1)).squeeze(-1)
 
-# %% ../../nbs/10_layers.sampler.ipynb #ba2a0772
+# %% ../../nbs/10_layers.sampler.ipynb #e73127f9
 BLOCK = 256  # neighbouring ids that run as one in the first race
 FIRST_QUAD = 2**30  # the blocks' counters begin here, far behind the ids'
 
@@ -86,6 +87,7 @@ def draw_unfiltered(
     scaled: torch.Tensor,     # `[num_rows, vocab_size]` float32, at most 0
     seeds: torch.Tensor,      # `[num_rows]` int64
     positions: torch.Tensor,  # `[num_rows]` int64
+    choices: int | torch.Tensor = 0,  # `[num_rows]` int64
 ) -> torch.Tensor:            # `[num_rows]` int64 token ids
     "Draw from each row's softmax in two races: the block in which the token lies, then its place"
     vocab_size, device = scaled.shape[1], scaled.device
@@ -93,10 +95,12 @@ def draw_unfiltered(
     blocks = F.pad(scaled, (0, -vocab_size % size), value=-torch.inf).unflatten(1, (-1, size))
     masses = blocks.logsumexp(-1)
     quads = FIRST_QUAD + torch.arange(-(-masses.shape[1] // 4), device=device)
-    block = race(masses, quad_noise(seeds, positions, quads).flatten(1)[:, : masses.shape[1]])
+    noise = quad_noise(seeds, positions, quads, choices).flatten(1)
+    block = race(masses, noise[:, : masses.shape[1]])
     quads = (block * (BLOCK // 4)).unsqueeze(1) + torch.arange(-(-size // 4), device=device)
     rivals = blocks[torch.arange(len(blocks), device=device), block]
-    return block * BLOCK + race(rivals, quad_noise(seeds, positions, quads).flatten(1)[:, :size])
+    noise = quad_noise(seeds, positions, quads, choices).flatten(1)
+    return block * BLOCK + race(rivals, noise[:, :size])
 
 # %% ../../nbs/10_layers.sampler.ipynb #7700f8b4
 def most_likely(
@@ -133,7 +137,7 @@ def keep_prefix(
     keep[:, 0] = True
     return keep
 
-# %% ../../nbs/10_layers.sampler.ipynb #ed7116fd
+# %% ../../nbs/10_layers.sampler.ipynb #3cf159a2
 FIRST_CANDIDATES = 64
 
 
@@ -144,6 +148,7 @@ def draw_filtered(
     top_k: torch.Tensor,      # `[num_rows]` int64, vocab_size keeps all
     top_p: torch.Tensor,      # `[num_rows]` float32
     min_p: torch.Tensor,      # `[num_rows]` float32
+    choices: torch.Tensor,    # `[num_rows]` int64
     n: int = FIRST_CANDIDATES,
 ) -> torch.Tensor:            # `[num_rows]` int64 token ids
     "A race among the tokens that the filters keep, found without sorting the vocabulary"
@@ -152,18 +157,18 @@ def draw_filtered(
     values, ids = most_likely(scaled, n)
     keep = keep_prefix(values, scaled, top_k, top_p, min_p)
     if 4 * n < vocab_size:  # one id costs as much as the four of its counter
-        noise = noise_of(seeds, positions, ids)
+        noise = noise_of(seeds, positions, ids, choices)
     else:
-        noise = exponential_noise(seeds, positions, vocab_size).gather(1, ids)
+        noise = exponential_noise(seeds, positions, vocab_size, choices).gather(1, ids)
     winners = race(values.masked_fill(~keep, -torch.inf), noise)
     token_ids = ids.gather(1, winners.unsqueeze(1)).squeeze(1)
     unfinished = (keep[:, -1] & (top_k > n)).nonzero().flatten()
     if len(unfinished):  # their prefix may go on: look further
-        rest = (x[unfinished] for x in (scaled, seeds, positions, top_k, top_p, min_p))
+        rest = [x[unfinished] for x in (scaled, seeds, positions, top_k, top_p, min_p, choices)]
         token_ids[unfinished] = draw_filtered(*rest, n=64 * n)
     return token_ids
 
-# %% ../../nbs/10_layers.sampler.ipynb #3ca0d232
+# %% ../../nbs/10_layers.sampler.ipynb #28682a27
 def sample_torch(
     logits: torch.Tensor,               # `[num_rows, vocab_size]`, any float dtype
     temperature: torch.Tensor,          # `[num_rows]` float32, 0 is greedy
@@ -172,6 +177,7 @@ def sample_torch(
     top_k: torch.Tensor | None = None,  # `[num_rows]` int64, 0 or -1 keeps all; None: no row asks
     top_p: torch.Tensor | None = None,  # `[num_rows]` float32, 1 keeps all
     min_p: torch.Tensor | None = None,  # `[num_rows]` float32, 0 keeps all
+    choices: torch.Tensor | None = None,  # `[num_rows]` int64, which of a request's answers; None: 0
 ) -> torch.Tensor:                      # `[num_rows]` int64; -1 if unusable (NaN, or all -inf)
     "One token per row: the largest logit, or the winner of exponential races (Gumbel-max)"
     vocab_size, logits = logits.shape[1], logits.float()
@@ -180,6 +186,7 @@ def sample_torch(
     top_k = limit if top_k is None else torch.where(top_k > 0, top_k, limit).clamp(max=vocab_size)
     top_p = torch.ones_like(temperature) if top_p is None else top_p
     min_p = torch.zeros_like(temperature) if min_p is None else min_p
+    choices = torch.zeros_like(positions) if choices is None else choices
     random = (temperature > 0) & best.isfinite()
     asks = (top_k < vocab_size) | (top_p < 1) | (min_p > 0)
 
@@ -189,9 +196,10 @@ def sample_torch(
         return scaled, seeds[rows], positions[rows]
 
     if len(rows := (random & ~asks).nonzero().flatten()):
-        token_ids[rows] = draw_unfiltered(*arguments(rows))
+        token_ids[rows] = draw_unfiltered(*arguments(rows), choices[rows])
     if len(rows := (random & asks).nonzero().flatten()):
-        token_ids[rows] = draw_filtered(*arguments(rows), top_k[rows], top_p[rows], min_p[rows])
+        filters = [x[rows] for x in (top_k, top_p, min_p)]
+        token_ids[rows] = draw_filtered(*arguments(rows), *filters, choices[rows])
     return token_ids.masked_fill(~best.isfinite(), -1)
 
 # %% ../../nbs/10_layers.sampler.ipynb #725558bc
@@ -281,17 +289,26 @@ def block_mass_kernel(
     tl.store(peak_ptr + at, peak, mask=block < num_blocks)
     tl.store(mass_ptr + at, mass, mask=block < num_blocks)
 
-# %% ../../nbs/10_layers.sampler.ipynb #6133dd4a
+# %% ../../nbs/10_layers.sampler.ipynb #f8a6aa6e
 @triton.jit
-def noise_in_order(quads, seed, position, N: tl.constexpr):
+def choice_of(index, choices):
+    "Which of its request's answers a row belongs to; None: the first"
+    choice = tl.full((), 0, tl.int32)
+    if choices is not None:
+        choice = tl.load(choices + index).to(tl.int32)
+    return choice
+
+
+@triton.jit
+def noise_in_order(quads, seed, position, choice, N: tl.constexpr):
     "The exponential numbers of N quads, as `quad_noise` has them: `[4 * N]`"
-    return exponential(bits_in_order(quads, seed, position, 0, N))
+    return exponential(bits_in_order(quads, seed, position, choice, N))
 
 
 @triton.jit
 def draw_kernel(
     logits_ptr, row_stride, temperature_ptr, seed_ptr, position_ptr, top_k, top_p, min_p,
-    peak_ptr, mass_ptr, token_ids_ptr, vocab_size, num_blocks,
+    choices, peak_ptr, mass_ptr, token_ids_ptr, vocab_size, num_blocks,
     FIRST_QUAD: tl.constexpr, MAX_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
@@ -301,9 +318,10 @@ def draw_kernel(
     k, p, floor, asks = filters_of(index, top_k, top_p, min_p, vocab_size)
     drawn = temperature > 0
     seed, position = tl.load(seed_ptr + index), tl.load(position_ptr + index).to(tl.int32)
+    choice = choice_of(index, choices)
     # random numbers need no logits: they are made while the masses are not complete yet
     quads = FIRST_QUAD + tl.arange(0, MAX_BLOCKS // 4)
-    block_noise = tl.log(noise_in_order(quads, seed, position, MAX_BLOCKS // 4))
+    block_noise = tl.log(noise_in_order(quads, seed, position, choice, MAX_BLOCKS // 4))
     await_previous(PDL)
     if drawn & asks:
         return
@@ -322,7 +340,8 @@ def draw_kernel(
         ids = first + tl.arange(0, BLOCK)
         row = logits_ptr + index * row_stride
         logits = tl.load(row + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-        noise = noise_in_order(first // 4 + tl.arange(0, BLOCK // 4), seed, position, BLOCK // 4)
+        quads = first // 4 + tl.arange(0, BLOCK // 4)
+        noise = noise_in_order(quads, seed, position, choice, BLOCK // 4)
         scores = tl.div_rn(logits - best, divisor) - tl.log(noise)
         token_id = first + tl.argmax(tl.where(drawn, scores, logits), 0)
     tl.store(token_ids_ptr + index, token_id.to(tl.int64))
@@ -484,7 +503,7 @@ def cut_of(
             cut = far
     return cut, room, ties
 
-# %% ../../nbs/10_layers.sampler.ipynb #694b4ff4
+# %% ../../nbs/10_layers.sampler.ipynb #c94c6a92
 @triton.jit
 def last_tie(row, chosen, short, count, best, temperature, cut, room, BLOCK: tl.constexpr):
     "The id of the last that has room among those exactly at `cut`"
@@ -500,7 +519,8 @@ def last_tie(row, chosen, short, count, best, temperature, cut, room, BLOCK: tl.
 
 @triton.jit
 def race_kept(
-    row, chosen, short, count, best, temperature, seed, position, cut, last, BLOCK: tl.constexpr
+    row, chosen, short, count, best, temperature, seed, position, choice, cut, last,
+    BLOCK: tl.constexpr,
 ):
     "The first to arrive among the ids that are kept"
     quads = tl.arange(0, BLOCK // 4)
@@ -511,18 +531,18 @@ def race_kept(
         kept = ((scaled < cut) | ((scaled == cut) & (ids <= last))) & there
         if tl.max(kept.to(tl.int32), 0) > 0:
             if short:  # any ids: the counter of each
-                bits = bits_of(ids, seed, position, 0)
+                bits = bits_of(ids, seed, position, choice)
             else:  # ids in order: one counter for four
-                bits = bits_in_order(start // 4 + quads, seed, position, 0, BLOCK // 4)
+                bits = bits_in_order(start // 4 + quads, seed, position, choice, BLOCK // 4)
             new = tl.where(kept, -scaled - tl.log(exponential(bits)), -float("inf"))
             winner = tl.where(new > score, ids, winner)
             score = tl.maximum(score, new)
     return tl.min(tl.where(score == tl.max(score, 0), winner, NO_ID), 0)
 
-# %% ../../nbs/10_layers.sampler.ipynb #138227d2
+# %% ../../nbs/10_layers.sampler.ipynb #b3849aab
 @triton.jit
 def draw_kept(
-    row, chosen, best, peaks, seed, position, temperature, k, p, floor, vocab_size,
+    row, chosen, best, peaks, seed, position, choice, temperature, k, p, floor, vocab_size,
     PASSES: tl.constexpr, LANES: tl.constexpr, SCAN: tl.constexpr, CAPACITY: tl.constexpr,
 ):
     "The token of a row whose best logit is finite"
@@ -544,14 +564,14 @@ def draw_kept(
     if room < ties:
         last = last_tie(row, chosen, short, count, best, temperature, cut, room, CAPACITY)
     return race_kept(
-        row, chosen, short, count, best, temperature, seed, position, cut, last, CAPACITY
+        row, chosen, short, count, best, temperature, seed, position, choice, cut, last, CAPACITY
     )
 
-# %% ../../nbs/10_layers.sampler.ipynb #e305ab98
+# %% ../../nbs/10_layers.sampler.ipynb #6688563f
 @triton.jit
 def filter_kernel(
     logits_ptr, row_stride, temperature_ptr, seed_ptr, position_ptr, top_k, top_p, min_p,
-    list_ptr, token_ids_ptr, vocab_size,
+    choices, list_ptr, token_ids_ptr, vocab_size,
     PASSES: tl.constexpr, LANES: tl.constexpr, SCAN: tl.constexpr, CAPACITY: tl.constexpr,
 ):
     "A row that asks for a filter: find where the kept prefix ends, and race within it"
@@ -566,12 +586,13 @@ def filter_kernel(
         if (best > -float("inf")) & (best < float("inf")):
             seed, position = tl.load(seed_ptr + index), tl.load(position_ptr + index).to(tl.int32)
             token_id = draw_kept(
-                row, list_ptr + index * CAPACITY, best, peaks, seed, position, temperature,
-                k, p, floor, vocab_size, PASSES, LANES, SCAN, CAPACITY,
+                row, list_ptr + index * CAPACITY, best, peaks, seed, position,
+                choice_of(index, choices), temperature, k, p, floor, vocab_size,
+                PASSES, LANES, SCAN, CAPACITY,
             )
         tl.store(token_ids_ptr + index, token_id.to(tl.int64))
 
-# %% ../../nbs/10_layers.sampler.ipynb #56bdf2ba
+# %% ../../nbs/10_layers.sampler.ipynb #19cad01e
 BLOCKS, MASS_WARPS, DRAW_WARPS = 16, 4, 4
 LANES, SCAN, CAPACITY, FILTER_WARPS = 4096, 8192, 2048, 16
 PASSES = {torch.bfloat16: 8, torch.float16: 10}  # two bits each; float16 has 19 of float32's
@@ -585,6 +606,7 @@ def sample_triton(
     top_k: torch.Tensor | None = None,  # `[num_rows]` int64, 0 or -1 keeps all; None: no row asks
     top_p: torch.Tensor | None = None,  # `[num_rows]` float32, 1 keeps all
     min_p: torch.Tensor | None = None,  # `[num_rows]` float32, 0 keeps all
+    choices: torch.Tensor | None = None,  # `[num_rows]` int64, which of a request's answers; None: 0
 ) -> torch.Tensor:                      # `[num_rows]` int64; -1 if unusable (NaN, or all -inf)
     "`sample_torch` without waiting for the device: the logits are read once, the filters' rows again"
     num_rows, vocab_size = logits.shape
@@ -594,6 +616,7 @@ def sample_triton(
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     temperature, seeds, positions = (x.contiguous() for x in (temperature, seeds, positions))
     filters = [x if x is None else x.contiguous() for x in (top_k, top_p, min_p)]
+    choices = choices if choices is None else choices.contiguous()
     rows = logits, logits.stride(0), temperature
 
     num_blocks = triton.cdiv(vocab_size, BLOCK)
@@ -605,27 +628,94 @@ def sample_triton(
     )
     max_blocks = max(triton.next_power_of_2(num_blocks), 16)
     draw_kernel[(num_rows,)](
-        *rows, seeds, positions, *filters, peak, mass, token_ids, *sizes,
+        *rows, seeds, positions, *filters, choices, peak, mass, token_ids, *sizes,
         FIRST_QUAD, max_blocks, BLOCK, num_warps=DRAW_WARPS, **early_launch(logits.device),
     )
     if any(x is not None for x in filters):
         lists = torch.empty(num_rows, CAPACITY, dtype=torch.int32, device=logits.device)
         filter_kernel[(num_rows,)](
-            *rows, seeds, positions, *filters, lists, token_ids, vocab_size,
+            *rows, seeds, positions, *filters, choices, lists, token_ids, vocab_size,
             PASSES.get(logits.dtype, 16), LANES, SCAN, CAPACITY, num_warps=FILTER_WARPS,
         )
     return token_ids
 
-# %% ../../nbs/10_layers.sampler.ipynb #5c4fe852
-def sample(logits, temperature, seeds, positions, top_k=None, top_p=None, min_p=None):
+# %% ../../nbs/10_layers.sampler.ipynb #2193adb6
+def penalize(
+    logits: torch.Tensor,      # `[num_rows, vocab_size]` float32, written
+    token_ids: torch.Tensor,   # `[num_tokens]` int64, of all rows one after another
+    rows: torch.Tensor,        # `[num_tokens]` int64, the row that a token belongs to
+    is_output: torch.Tensor,   # `[num_tokens]` bool; False: it is of the prompt
+    repetition: torch.Tensor,  # `[num_rows]` float32, 1 changes nothing
+    frequency: torch.Tensor,   # `[num_rows]` float32, 0 changes nothing
+    presence: torch.Tensor,    # `[num_rows]` float32, 0 changes nothing
+):
+    "Make tokens that a row has already more or less likely"
+    flat, places = logits.view(-1), rows * logits.shape[1] + token_ids
+    # of the prompt's tokens none is counted: they are put in front of all places
+    ordered = torch.where(is_output, places, -1).sort().values
+    counts = torch.searchsorted(ordered, places, right=True) - torch.searchsorted(ordered, places)
+    values, penalty = flat[places], repetition[rows]
+    values = torch.where(values > 0, values / penalty, values * penalty)
+    values -= frequency[rows] * counts + presence[rows] * (counts > 0)
+    flat[places] = values  # a token that is there twice is written twice, with the same value
+
+# %% ../../nbs/10_layers.sampler.ipynb #f3611ced
+def adjust_logits(
+    logits: torch.Tensor,            # `[num_rows, vocab_size]`, any float dtype
+    newest: torch.Tensor,            # `[num_rows]` int64, the last token of each row
+    token_ids: torch.Tensor | None,  # as for `penalize`, -1: the newest; None: no row has a penalty
+    rows: torch.Tensor | None,
+    is_output: torch.Tensor | None,
+    repetition: torch.Tensor | None,
+    frequency: torch.Tensor | None,
+    presence: torch.Tensor | None,
+    banned_rows: torch.Tensor | None,  # `[num_banned]` int64; None: no token is banned
+    banned_ids: torch.Tensor | None,   # `[num_banned]` int64, what must not be drawn in these rows
+) -> torch.Tensor:                     # `[num_rows, vocab_size]` float32
+    "Logits with penalties and bans; those that come in stay as they are"
+    if token_ids is None and banned_ids is None:
+        return logits
+    logits = torch.empty_like(logits, dtype=torch.float32).copy_(logits)
+    if token_ids is not None:
+        token_ids = torch.where(token_ids < 0, newest[rows], token_ids)
+        penalize(logits, token_ids, rows, is_output, repetition, frequency, presence)
+    if banned_ids is not None:
+        logits.view(-1).index_fill_(0, banned_rows * logits.shape[1] + banned_ids, -torch.inf)
+    return logits
+
+# %% ../../nbs/10_layers.sampler.ipynb #00868d64
+LOGPROB_ROWS = 16  # at a time
+
+
+def top_logprobs(
+    logits: torch.Tensor,     # `[num_rows, vocab_size]`, any float dtype; as the model has them
+    token_ids: torch.Tensor,  # `[num_rows]` int64, the tokens drawn
+    n: int,                   # how many of the likeliest
+) -> tuple:                   # ids and log-probabilities `[num_rows, 1 + n]`, ranks `[num_rows]`
+    "The drawn token, first, and the n likeliest: ids, log-probabilities, and the first one's rank"
+    n, parts = min(n, logits.shape[1]), []
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    for some, drawn in zip(logits.split(LOGPROB_ROWS), token_ids.split(LOGPROB_ROWS)):
+        logprobs = some.float().log_softmax(-1)
+        drawn = drawn.clamp(min=0).unsqueeze(1)  # of a row without a token nobody reads the result
+        own = logprobs.gather(1, drawn)
+        before = (logprobs > own) | ((logprobs == own) & (ids < drawn))
+        values, best = most_likely(logprobs, n)
+        parts.append((torch.cat([drawn, best], 1), torch.cat([own, values], 1), 1 + before.sum(1)))
+    return tuple(map(torch.cat, zip(*parts)))
+
+# %% ../../nbs/10_layers.sampler.ipynb #0ba5ce9e
+def sample(
+    logits, temperature, seeds, positions, top_k=None, top_p=None, min_p=None, choices=None
+):
     "One token per row, by the implementation for the device of the logits; see `sample_torch`"
     implementation = sample_triton if can_launch(logits.device) else sample_torch
-    return implementation(logits, temperature, seeds, positions, top_k, top_p, min_p)
+    return implementation(logits, temperature, seeds, positions, top_k, top_p, min_p, choices)
 
-# %% ../../nbs/10_layers.sampler.ipynb #06677c35
+# %% ../../nbs/10_layers.sampler.ipynb #dfcbcdd5
 class Sampler(nn.Module):
     "The last layer of a step: logits to token ids"
 
-    def forward(self, logits, temperature, seeds, positions, top_k=None, top_p=None, min_p=None):
+    def forward(self, logits, temperature, seeds, positions, **params):
         "`sample` of the same arguments"
-        return sample(logits, temperature, seeds, positions, top_k, top_p, min_p)
+        return sample(logits, temperature, seeds, positions, **params)

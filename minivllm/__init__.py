@@ -1,8 +1,14 @@
 "vLLM's core, rebuilt as a book that runs"
+import logging
+
 __version__ = "0.1.0"
+
+# silent until the user asks: logging.basicConfig(); logging.getLogger("minivllm").setLevel("INFO")
+logging.getLogger("minivllm").addHandler(logging.NullHandler())
 
 _EXPORTS = {
     "LLM": "minivllm.llm",
+    "AsyncLLM": "minivllm.llm_async",
     "LLMEngine": "minivllm.engine.llm_engine",
     "SamplingParams": "minivllm.sampling_params",
     "RequestOutput": "minivllm.outputs",

@@ -250,7 +250,7 @@ class PeerMemory:
         "End every wait for another rank, now and later"
         self.set_flags(RELEASED)
 
-# %% ../nbs/06_distributed.ipynb #0ed7f45b
+# %% ../nbs/06_distributed.ipynb #abf3fc17
 def share_memory(
     rank: int,
     world_size: int,
@@ -258,17 +258,20 @@ def share_memory(
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # this rank's buffer, all addresses
     "A buffer of zeros on each GPU that all the others can reach"
-    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
     if rank == 0:
         store.set("peer memory", uuid.uuid4().hex)
     name = store.get("peer memory").decode()
-    _SymmetricMemory.set_group_info(name, rank, world_size, dist.PrefixStore(name, store))
+    store = dist.PrefixStore(name, store)
+    group = c10d.ProcessGroup(store, rank, world_size)  # no more than a name for the store
+    _register_process_group(name, group)  # where newer versions look for it, and older ones:
+    _SymmetricMemory.set_group_info(name, rank, world_size, store)
     shape = (buffer_bytes(world_size),)
     buffer = _SymmetricMemory.empty_strided_p2p(shape, (1,), torch.uint8, device, name)
     buffer.zero_()
     handle = _SymmetricMemory.rendezvous(buffer, name)
-    buffer.handle = handle  # the others' memory stays mapped as long as it lives
+    buffer.keep = group, handle  # the others' memory stays mapped as long as these live
     return buffer, torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
 
 # %% ../nbs/06_distributed.ipynb #35f10dbd

@@ -77,7 +77,7 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None while it runs
     stop_reason: int | None = None    # the token that ended it, where the request named it itself
 
-# %% ../nbs/33_outputs.ipynb #88245822
+# %% ../nbs/33_outputs.ipynb #ff394b4a
 def seconds_between(start: float | None, end: float | None) -> float | None:
     "The time from `start` to `end`; None as long as one of them hasn't come"
     return None if start is None or end is None else end - start
@@ -92,6 +92,7 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens whose K/V was found in the prefix cache
 
     def add_token(
         self,
@@ -119,6 +120,12 @@ class RequestMetrics:
         if self.num_output_tokens < 2:
             return None
         return (self.last_token_time - self.first_token_time) / (self.num_output_tokens - 1)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        "Output tokens per second from the first on; None where there are fewer than two"
+        seconds = self.time_per_output_token
+        return None if seconds is None else 1 / max(seconds, 1e-9)
 
     @property
     def latency(self) -> float | None:

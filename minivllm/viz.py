@@ -70,7 +70,7 @@ def _canvas(width, height, xlim, ylim):
     ax.axis("off")
     return fig, ax
 
-# %% ../nbs/01_viz.ipynb #fa57dde6
+# %% ../nbs/01_viz.ipynb #54e30731
 FRAMES = {  # parts that hold others: x, y, width, height
     "LLMEngine": (15, 0, 85, 38),
     "ModelRunner": (35, 1.5, 63.5, 33),
@@ -86,6 +86,7 @@ BOXES = {
     "Sequence": (17, 11.5, 14, 5),
     "BlockManager": (17, 3, 14, 5),
     "batch": (37, 16, 8, 7),
+    "CUDA graphs": (36, 9.5, 10, 4),
     "embedding": (48, 16, 7.5, 7),
     "RMSNorm": (58, 20.5, 8.5, 4),
     "linear": (67, 20.5, 8.5, 4),
@@ -145,15 +146,15 @@ def _draw_part(ax, name, lit):
     align = dict(ha="center", va="center") if box else dict(ha="left", va="top")
     ax.text(*at, name, fontsize=7.5, weight="bold" if lit else "normal", color=INK, **align)
 
-# %% ../nbs/01_viz.ipynb #6794434d
+# %% ../nbs/01_viz.ipynb #65ca6c29
 def engine_map(
     *highlight,  # names of the boxes or frames to light
 ):               # the figure
     """The map of the whole engine, with the named parts lit
 
     Frames: LLMEngine, ModelRunner, model, decoder layer.
-    Boxes: CLI, LLM, SamplingParams, outputs, Scheduler, Sequence, BlockManager, batch, embedding,
-    RMSNorm, linear, RoPE, activation, attention, LM head, Sampler, config, loader, KV pool,
+    Boxes: CLI, LLM, SamplingParams, outputs, Scheduler, Sequence, BlockManager, batch, CUDA graphs,
+    embedding, RMSNorm, linear, RoPE, activation, attention, LM head, Sampler, config, loader, KV pool,
     registry, distributed.
     """
     places = FRAMES | BOXES

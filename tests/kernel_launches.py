@@ -104,8 +104,7 @@ def sample_triton(launch, dtype, vocab_size, rows, filters):
     seeds, positions, top_k = integers(3, rows, dtype=torch.int64)
     temperature, top_p, min_p = empty(3, rows, dtype=torch.float32)
     chosen = [x if name in filters else None for name, x in zip("kpm", (top_k, top_p, min_p))]
-    for choices in (None, seeds):
-        launch(empty(rows, vocab_size, dtype=dtype), temperature, seeds, positions, *chosen, choices)
+    launch(empty(rows, vocab_size, dtype=dtype), temperature, seeds, positions, *chosen, choices=seeds)
 
 
 def packed_qkv(tokens, heads, head_dim, dtype):

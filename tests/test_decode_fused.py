@@ -100,3 +100,14 @@ def test_what_it_is_for():
     assert fits_fused(1, cache(128)) and fits_fused(4, cache(64))
     assert not fits_fused(5, cache(128)) and not fits_fused(1, cache(80)) and not fits_fused(1, cache(96))
     assert fused_config(1, 8, 2, 132)[2] == 16 and fused_config(8, 32, 2, 132)[2] == 1
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_a_padding_row_disturbs_nobody(device):
+    "As in a graph of more rows than there are requests: no keys, no slot"
+    args = arguments([1, 40], device=device)
+    args[8][0], args[10][0] = -1, 0
+    out, *caches = run(rope_attend_triton, args, config=(16, 4, 2))
+    alone = [a[1:] if i in (0, 1, 8, 9, 10) else a for i, a in enumerate(args)]
+    for ours, expected in zip((out[1:], *caches), run(rope_attend_torch, alone)):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5, equal_nan=True)

@@ -21,7 +21,15 @@ VALID = {
     "top_p": st.floats(0, 1, exclude_min=True),
     "top_k": st.integers(-1, 10**6),
     "min_p": st.floats(0, 1),
+    "n": st.integers(1, 16384),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2) | st.integers(-2, 2),
+    "repetition_penalty": st.floats(0, 3.4e38, exclude_min=True),
     "max_tokens": st.integers(1, 10**6),
+    "min_tokens": st.integers(0, 10**6),
+    "logprobs": st.none() | st.integers(0, 20),
+    "stop": st.none() | st.lists(st.text(min_size=1)),
+    "include_stop_str_in_output": st.booleans(),
     "stop_token_ids": st.none() | st.lists(st.integers(0, 10**6)),
     "ignore_eos": st.booleans(),
     "seed": st.none() | st.integers(0, 2**63 - 1),
@@ -38,7 +46,15 @@ INVALID = {
     "min_p": NOT_NUMBERS
     | st.floats(max_value=0, exclude_max=True)
     | st.floats(min_value=1, exclude_min=True),
+    "n": NOT_NUMBERS | st.integers(max_value=0) | st.integers(min_value=16385) | finite,
+    "presence_penalty": NOT_NUMBERS | st.floats(max_value=-2, exclude_max=True) | st.floats(min_value=2, exclude_min=True),
+    "frequency_penalty": NOT_NUMBERS | st.floats(max_value=-2, exclude_max=True) | st.floats(min_value=2, exclude_min=True),
+    "repetition_penalty": NOT_NUMBERS | st.floats(max_value=0) | st.just(math.inf),
     "max_tokens": NOT_NUMBERS | st.integers(max_value=0) | finite,
+    "min_tokens": NOT_NUMBERS | st.integers(max_value=-1) | finite,
+    "logprobs": st.text() | st.booleans() | st.integers(max_value=-1) | st.integers(min_value=21) | finite,
+    "stop": st.integers() | st.booleans() | st.just("") | st.just(["a", ""]) | st.just([b"a"]) | st.just([5]) | st.just({"a": 1}),
+    "include_stop_str_in_output": st.none() | st.integers() | st.text(),
     "stop_token_ids": st.integers()
     | st.text()
     | st.lists(st.integers(max_value=-1), min_size=1)
@@ -56,11 +72,58 @@ INVALID = {
 
 @given(st.fixed_dictionaries({}, optional=VALID))
 def test_valid_values_are_stored(options):
+    if options.get("min_tokens", 0) > options.get("max_tokens", 16):
+        options["max_tokens"] = options["min_tokens"]
+    if options.get("temperature") == 0:
+        options.pop("n", None)
     params = SamplingParams(**options)
     for name, value in options.items():
         assert getattr(params, name) == (
-            [] if name == "stop_token_ids" and value is None else value
+            [] if name in ("stop", "stop_token_ids") and value is None else value
         )
+
+
+@pytest.mark.parametrize(
+    "options, change, message",
+    [
+        (dict(max_tokens=4), dict(min_tokens=5), "min_tokens=5: must be at most max_tokens=4"),
+        (dict(min_tokens=16), dict(max_tokens=15), "min_tokens=16: must be at most max_tokens=15"),
+        (dict(n=2), dict(temperature=0), "n=2: must be 1 where temperature=0"),
+        (dict(temperature=0), dict(n=3), "n=3: must be 1 where temperature=0"),
+    ],
+)
+def test_options_that_do_not_go_together(options, change, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**options, **change)
+    params = SamplingParams(**options)
+    before = copy.copy(params)
+    ((name, value),) = change.items()
+    with pytest.raises(ValueError, match=message):
+        setattr(params, name, value)
+    assert params == before
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(params, **change)
+
+
+@pytest.mark.parametrize("stop, stored", [(None, []), ("END", ["END"]), (["a", "bc"], ["a", "bc"]), (("a",), ["a"])])
+def test_stop_strings(stop, stored):  # F35
+    params = SamplingParams(stop=stop)
+    assert params.stop == stored and SamplingParams(stop=params.stop).stop is not params.stop
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["a", ""], 5, [5], b"a"])
+def test_an_empty_stop_string_is_refused(stop):  # F35
+    with pytest.raises(ValueError, match="stop=.*: must be a string or strings, none of them empty"):
+        SamplingParams(stop=stop)
+
+
+@pytest.mark.parametrize(
+    "options, extras",
+    [({}, False), (dict(temperature=0, top_k=5, stop="a", n=1), False), (dict(logprobs=0), True), (dict(min_tokens=1), True),
+     (dict(presence_penalty=-0.1), True), (dict(frequency_penalty=0.1), True), (dict(repetition_penalty=1.1), True)],
+)
+def test_who_needs_more_than_the_samplers_own_parameters(options, extras):
+    assert SamplingParams(**options).has_extras is extras
 
 
 @pytest.mark.parametrize("name", INVALID)
@@ -93,7 +156,15 @@ def test_defaults_are_vllms():
         top_p=1.0,
         top_k=0,
         min_p=0.0,
+        n=1,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
         max_tokens=16,
+        min_tokens=0,
+        stop=[],
+        include_stop_str_in_output=False,
+        logprobs=None,
         stop_token_ids=[],
         ignore_eos=False,
         seed=None,
@@ -122,7 +193,8 @@ def test_message_names_value_range_and_option():  # F29
         ("tempature", "temperature"),
         ("topp", "top_p"),
         ("max_new_tokens", "max_tokens"),
-        ("stop", "stop_token_ids"),
+        ("stop_strings", "stop"),
+        ("repeat_penalty", "repetition_penalty"),
     ],
 )
 def test_unknown_option_suggests_the_nearest(typo, meant):  # F68
@@ -134,7 +206,7 @@ def test_unknown_option_suggests_the_nearest(typo, meant):  # F68
         setattr(SamplingParams(), typo, 0)
 
 
-@pytest.mark.parametrize("name", ["n", "logprobs", "presence_penalty", "min_tokens", "x"])
+@pytest.mark.parametrize("name", ["best_of", "logit_bias", "prompt_logprobs", "output_kind", "x"])
 def test_options_that_do_not_exist_are_refused(name):
     with pytest.raises(TypeError, match=f"no option '{name}'"):
         SamplingParams(**{name: 1})

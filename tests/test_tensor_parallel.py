@@ -291,6 +291,19 @@ def test_families(name, world_size, expected):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_experts(world_size, tmp_path):
+    config = transformers.Qwen3MoeConfig(**{**TINY, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32})
+    torch.manual_seed(0)
+    transformers.Qwen3MoeForCausalLM(config).eval().float().save_pretrained(tmp_path)
+    seen = []
+    for n in (1, world_size):
+        with start(tmp_path, n) as llm:
+            seen.append(tokens_of(llm))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.slow
 def test_one_key_value_head_on_two_ranks(tmp_path):
     config = transformers.Qwen3Config(**{**TINY, "num_key_value_heads": 1})
     torch.manual_seed(0)

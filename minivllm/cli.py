@@ -70,9 +70,10 @@ def add_options(
             about += "" if default is None else " (default: %(default)s)"
         group.add_argument(flag, default=default, help=about, **kind)
 
-# %% ../nbs/37_cli.ipynb #557d4dca
+# %% ../nbs/37_cli.ipynb #5ab207d3
 NO_ENGINE_OPTIONS = {"skip_tokenizer_init"}           # these commands are about text
-NO_SAMPLING_OPTIONS = {"seed", "stop_token_ids"}      # the engine has a --seed too
+# the engine has a --seed too; ids and numbers beside the text, or several texts, are not for a terminal
+NO_SAMPLING_OPTIONS = {"seed", "stop_token_ids", "n", "logprobs"}
 
 
 def add_engine_options(

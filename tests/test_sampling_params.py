@@ -193,7 +193,7 @@ def test_message_names_value_range_and_option():  # F29
         ("tempature", "temperature"),
         ("topp", "top_p"),
         ("max_new_tokens", "max_tokens"),
-        ("stop_strings", "stop"),
+        ("stop_string", "stop_token_ids"),
         ("repeat_penalty", "repetition_penalty"),
     ],
 )

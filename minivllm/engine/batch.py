@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['pad_block_tables', 'sampled_seqs', 'Batch', 'slots', 'prepare_prefill', 'prepare_decode', 'unknown_rows',
-           'SamplingBatch', 'prepare_sample', 'to_device']
+           'SamplingBatch', 'prepare_sample', 'SamplingExtras', 'prepare_penalties', 'prepare_extras', 'to_device']
 
 # %% ../../nbs/27_engine.batch.ipynb #c3afef52
 from dataclasses import dataclass, fields
@@ -139,13 +139,14 @@ def unknown_rows(
             found[last] = rows[seq.seq_id]
     return found if (found >= 0).any() else None
 
-# %% ../../nbs/27_engine.batch.ipynb #0d37c603
+# %% ../../nbs/27_engine.batch.ipynb #78e2f071
 @dataclass
 class SamplingBatch:
     "How each sampled row is sampled, on the host; the filters are None where no row asks for one"
     temperature: np.ndarray   # `[num_rows]` float32
     seeds: np.ndarray         # `[num_rows]` int64
     positions: np.ndarray     # `[num_rows]` int64, position of the token that is drawn
+    choices: np.ndarray       # `[num_rows]` int64, which of a request's answers
     top_k: np.ndarray | None  # `[num_rows]` int64
     top_p: np.ndarray | None  # `[num_rows]` float32
     min_p: np.ndarray | None  # `[num_rows]` float32
@@ -165,8 +166,68 @@ def prepare_sample(
         temperature=np.array([p.temperature for p in params], dtype=np.float32),
         seeds=np.array([seq.seed for seq in seqs]),
         positions=np.array([len(seq.token_ids) for seq in seqs]),
+        choices=np.array([seq.choice for seq in seqs]),
         **filters,
     )
+
+# %% ../../nbs/27_engine.batch.ipynb #20b3fd4a
+@dataclass
+class SamplingExtras:
+    "What some rows ask for beyond `SamplingBatch`, on the host; fields are None where no row asks"
+    token_ids: np.ndarray | None     # `[num_tokens]` int64 of rows with penalties; -1: the newest
+    rows: np.ndarray | None          # `[num_tokens]` int64, the row that a token belongs to
+    is_output: np.ndarray | None     # `[num_tokens]` bool; False: it is of the prompt
+    repetition: np.ndarray | None    # `[num_rows]` float32, 1 changes nothing
+    frequency: np.ndarray | None     # `[num_rows]` float32, 0 changes nothing
+    presence: np.ndarray | None      # `[num_rows]` float32, 0 changes nothing
+    banned_rows: np.ndarray | None   # `[num_banned]` int64
+    banned_ids: np.ndarray | None    # `[num_banned]` int64, what must not be drawn in these rows
+    logprob_rows: np.ndarray | None  # `[num_asking]` int64
+    num_logprobs: int = 0            # the most that one of them asks for
+
+
+def prepare_penalties(seqs: list[Sequence]) -> dict:
+    "The first fields of `SamplingExtras`"
+    token_ids, rows, is_output = [], [], []
+    for row, seq in enumerate(seqs):
+        if seq.sampling_params.penalizes:
+            start = 0 if seq.sampling_params.repetition_penalty != 1 else seq.num_prompt_tokens
+            token_ids += seq.token_ids[start:]
+            rows.append(np.full(len(seq.token_ids) - start, row))
+            is_output.append(np.arange(start, len(seq.token_ids)) >= seq.num_prompt_tokens)
+    if not rows:
+        return dict.fromkeys(("token_ids", "rows", "is_output", "repetition", "frequency", "presence"))
+    fields = {
+        name: np.array([getattr(seq.sampling_params, f"{name}_penalty") for seq in seqs], np.float32)
+        for name in ("repetition", "frequency", "presence")
+    }
+    fields.update(rows=np.concatenate(rows), is_output=np.concatenate(is_output))
+    return dict(fields, token_ids=np.array(token_ids, dtype=np.int64))
+
+
+def prepare_extras(
+    seqs: list[Sequence],      # the sequences of the sampled rows
+) -> SamplingExtras | None:    # None: the sampler's own parameters are all that is needed
+    "What some rows ask for beyond the sampler's own parameters"
+    asking = [(row, seq, seq.sampling_params) for row, seq in enumerate(seqs) if seq.has_extras]
+    if not asking:
+        return None
+    # the end of an answer that is still too short, counted with the token that is on its way
+    banned = [
+        (row, token_id) for row, seq, params in asking
+        if len(seq.token_ids) - seq.num_prompt_tokens < params.min_tokens
+        for token_id in sorted(seq.stop_token_ids)
+    ]
+    logprobs = {row: params.logprobs for row, _, params in asking if params.logprobs is not None}
+    penalties = prepare_penalties(seqs)
+    if not (banned or logprobs or penalties["rows"] is not None):
+        return None  # who wanted a minimum has it
+    columns = np.array(banned, dtype=np.int64).reshape(-1, 2).T.copy()
+    banned_rows, banned_ids = columns if banned else (None, None)
+    logprob_rows = np.array(list(logprobs)) if logprobs else None
+    most = max(logprobs.values(), default=0)
+    return SamplingExtras(**penalties, banned_rows=banned_rows, banned_ids=banned_ids,
+                          logprob_rows=logprob_rows, num_logprobs=most)
 
 # %% ../../nbs/27_engine.batch.ipynb #d8a93d5a
 def to_device(

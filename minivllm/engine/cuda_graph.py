@@ -26,7 +26,7 @@ def graph_sizes(
     sizes = {1, 2, 4, 8, *range(16, max_num_seqs + 1, 16), max_num_seqs}
     return sorted(size for size in sizes if size <= max_num_seqs)
 
-# %% ../../nbs/29_engine.cuda_graph.ipynb #f9b6d4ba
+# %% ../../nbs/29_engine.cuda_graph.ipynb #5c9eaff2
 FIELDS = (  # of a decode step, one number per row; the widest first, so that each is aligned
     ("token_ids", torch.int64),
     ("unknown", torch.int64),  # row of the token in `sampled`, where only the device knows it; -1
@@ -34,6 +34,7 @@ FIELDS = (  # of a decode step, one number per row; the widest first, so that ea
     ("slot_mapping", torch.int64),
     ("seeds", torch.int64),
     ("sample_positions", torch.int64),
+    ("choices", torch.int64),
     ("top_k", torch.int64),
     ("context_lens", torch.int32),
     ("temperature", torch.float32),

@@ -21,7 +21,7 @@ class SequenceStatus(Enum):
     RUNNING = auto()
     FINISHED = auto()
 
-# %% ../../nbs/25_engine.sequence.ipynb #b5dafed7
+# %% ../../nbs/25_engine.sequence.ipynb #3678361b
 class Sequence:
     "The tokens of one request, and what the engine knows about them"
 
@@ -34,6 +34,7 @@ class Sequence:
         stop_token_ids: frozenset = frozenset(),  # it ends after any of these
         seed: int = 0,                   # of its random numbers
         priority: int = 0,               # a lower number is served earlier
+        choice: int = 0,                 # which of its request's answers
     ):
         self.seq_id = seq_id
         self.token_ids = list(token_ids)
@@ -45,6 +46,8 @@ class Sequence:
         self.stop_token_ids = stop_token_ids
         self.seed = seed
         self.priority = priority
+        self.choice = choice
+        self.has_extras = sampling_params.has_extras  # asked in every step
         # at this length it ends; the scheduler lowers it where model or memory end earlier
         self.max_num_tokens = self.num_prompt_tokens + sampling_params.max_tokens
         self.status = SequenceStatus.WAITING

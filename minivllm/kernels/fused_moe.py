@@ -349,7 +349,7 @@ def pair_gate_up_kernel(
         offsets = (row + n)[:, None] * K + (start + k)[None, :]
         x = tl.load(x_ptr + start + k, mask=start + k < K, other=0.0).to(tl.float32)
         gate = tl.load(w_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
-        up = tl.load(w_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+        up = tl.load(w_ptr + SIZE * K + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
         gates += gate.to(tl.float32) * x[None, :]
         ups += up.to(tl.float32) * x[None, :]
     h = activate(tl.sum(gates, 1), "silu") * tl.sum(ups, 1)

@@ -194,6 +194,20 @@ def fused_moe_triton(launch, dtype, sizes, tokens):
     launch(empty(tokens, hidden, dtype=dtype), w13, w2, empty(tokens, top_k, dtype=torch.float32), integers(tokens, top_k))
 
 
+# Recorded steps: tokens from step to step
+
+
+@launcher("minivllm.engine.cuda_graph", DTYPES[:1], rows=(256, 1))
+def take_tokens(launch, dtype, rows):
+    token_ids, unknown = integers(2, rows, dtype=torch.int64)
+    launch(token_ids, unknown, integers(1, dtype=torch.int64), integers(2, 256, dtype=torch.int64))
+
+
+@launcher("minivllm.engine.cuda_graph", DTYPES[:1], rows=(256, 1))
+def leave_tokens(launch, dtype, rows):
+    launch(integers(rows, dtype=torch.int64), integers(1, dtype=torch.int64), integers(2, 256, dtype=torch.int64))
+
+
 # Sums over ranks: hidden states of a decode step, and the largest that go the short way
 
 

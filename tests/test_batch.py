@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from minivllm.bench import host_loop_seconds
 from minivllm.engine.batch import (
-    Batch, pad_block_tables, prepare_decode, prepare_prefill, prepare_sample, sampled_seqs, slots, to_device,
+    Batch, pad_block_tables, prepare_decode, prepare_extras, prepare_prefill, prepare_sample, sampled_seqs, slots, to_device,
     unknown_rows,
 )
 from minivllm.engine.block_manager import BlockManager
@@ -242,6 +242,49 @@ def test_sampling_parameters_row_by_row():
         asked = prepare_sample([seqs[0], make_seq([1], [0], **options)])
         assert (asked.top_k.tolist(), asked.top_p.tolist(), asked.min_p.tolist()) == expected
         assert asked.top_k.dtype == np.int64 and asked.top_p.dtype == asked.min_p.dtype == np.float32
+
+
+def extras_seq(prompt, output, unknown=False, **params):
+    "A sequence that has put out some tokens; token 2 would end it"
+    seq = Sequence(0, prompt, SamplingParams(**params), 4, frozenset([2, 9]))
+    for token_id in output: seq.append_token(token_id)
+    if unknown: seq.append_unknown_token()
+    return seq
+
+
+def test_steps_without_extras_have_none():
+    assert prepare_extras([]) is None
+    assert prepare_extras([extras_seq([1], [3]), extras_seq([1], [], top_k=3, temperature=0.0)]) is None
+    assert prepare_extras([extras_seq([1], [3, 4], min_tokens=2), extras_seq([1], [3], unknown=True, min_tokens=2)]) is None
+
+
+def test_ends_are_banned_as_long_as_the_answer_is_too_short():
+    seqs = [extras_seq([1, 5], output, unknown, min_tokens=2) for output in ([], [3], [3, 4]) for unknown in (False, True)]
+    extras = prepare_extras(seqs)
+    # with the token that is drawn now, the first three would have one or two
+    assert extras.banned_rows.tolist() == [0, 0, 1, 1, 2, 2] and extras.banned_ids.tolist() == [2, 9] * 3
+    assert extras.token_ids is extras.logprob_rows is extras.presence is None
+
+
+def test_tokens_of_rows_with_penalties():
+    seqs = [
+        extras_seq([1, 5], [7]), extras_seq([1, 5], [7, 7], True, repetition_penalty=1.5),
+        extras_seq([1, 5, 6], [8], frequency_penalty=0.5, presence_penalty=-1.0), extras_seq([3], [], presence_penalty=1.0),
+    ]
+    extras = prepare_extras(seqs)
+    assert extras.token_ids.tolist() == [1, 5, 7, 7, -1, 8] and extras.rows.tolist() == [1, 1, 1, 1, 1, 2]
+    assert extras.is_output.tolist() == [False, False, True, True, True, True]
+    assert extras.repetition.tolist() == [1, 1.5, 1, 1] and extras.frequency.tolist() == [0, 0, 0.5, 0]
+    assert extras.presence.tolist() == [0, 0, -1, 1] and extras.banned_ids is extras.logprob_rows is None
+    alone = prepare_extras(seqs[3:])  # the first token of an answer
+    assert alone.token_ids.tolist() == [] and alone.token_ids.dtype == np.int64
+
+
+def test_rows_that_want_logprobs():
+    extras = prepare_extras([extras_seq([1], [3], logprobs=n) for n in (None, 0, 5)])
+    assert extras.logprob_rows.tolist() == [1, 2] and extras.num_logprobs == 5
+    tensors = to_device(extras, "cpu")
+    assert tensors["logprob_rows"].dtype == torch.int64 and tensors["token_ids"] is None and tensors["num_logprobs"] == 5
 
 
 def test_on_the_cpu_tensors_share_the_arrays():

@@ -166,7 +166,7 @@ def test_attention_on_the_cpu():
 
 
 @pytest.mark.parametrize("capability, wish, chosen, block_size", [
-    ((9, 0), "auto", "triton", 64), ((8, 6), "triton", "triton", 64), ((9, 0), "torch", "torch", 16),
+    ((9, 0), "auto", "triton", 128), ((8, 6), "triton", "triton", 128), ((9, 0), "torch", "torch", 16),
     ((9, 0), "flash_attn", "flash_attn", 256), ((7, 5), "auto", "torch", 16),
 ])
 def test_attention_on_a_gpu(capability, wish, chosen, block_size, monkeypatch):

@@ -57,7 +57,7 @@ def decodes(n, block_size=4, **params):
     seqs = []
     for i in range(n):
         seq = Sequence(i, range(5, 6 + 3 * i), SamplingParams(temperature=i / 2, **params), block_size)
-        seq.num_computed_tokens, seq.seed = seq.num_tokens - 1, 100 + i
+        seq.num_computed_tokens, seq.seed, seq.choice = seq.num_tokens - 1, 100 + i, 2 * i
         seq.block_table.extend(10 * i + j for j in range(seq.num_blocks))
         seqs.append(seq)
     return seqs
@@ -75,7 +75,7 @@ def test_a_packed_step_holds_the_batch_and_rows_of_nobody(filters, unknown):
     expected = dict(
         token_ids=batch.token_ids, positions=batch.positions, slot_mapping=batch.slot_mapping, context_lens=batch.context_lens,
         seeds=sampling.seeds, sample_positions=sampling.positions, temperature=sampling.temperature, unknown=unknown,
-        top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p,
+        top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p, choices=sampling.choices,
     )
     for name, _ in FIELDS:
         padding = PADDING.get(name, 0)

@@ -48,7 +48,7 @@ class ListedRunner:
                 for seq, n, i in zip(seqs, num_tokens, outputs)]
 
     def launch(self, seqs, num_tokens, previous=None):
-        return SimpleNamespace(wait=lambda token_ids=self.run(seqs, num_tokens): token_ids, rows={})
+        return SimpleNamespace(wait=lambda token_ids=self.run(seqs, num_tokens): token_ids, rows={}, logprobs=dict)
 
     def exit(self): pass
 
@@ -321,7 +321,7 @@ def test_a_row_that_cannot_be_sampled_ends_its_own_request(folder):  # F39
     def spoil(seqs, *args):
         bad = [seq.seq_id == 1 and seq.num_tokens - seq.num_prompt_tokens == 1 for seq in seqs]
         token_ids = [-1 if b else t for b, t in zip(bad, run(seqs, *args).wait())]
-        return SimpleNamespace(wait=lambda: token_ids, rows={})
+        return SimpleNamespace(wait=lambda: token_ids, rows={}, logprobs=dict)
 
     engine.runner.launch = spoil
     for name in "abc": engine.add_request(name, name, SamplingParams(max_tokens=3))

@@ -1,8 +1,13 @@
 "LLM: prompts in, answers out, in order; mistakes name their prompt; whatever ends a call, nothing of it stays behind"
+import gc
 import inspect
+import logging
 import random
 import re
 import signal
+import subprocess
+import sys
+import threading
 import time
 
 import numpy as np
@@ -11,6 +16,7 @@ from byte_tokenizer import BOS, CHAT_TEMPLATE, EOS, EOT, byte_tokenizer, model_f
 from rigs import DEVICE
 
 from minivllm import LLM, LLMEngine, SamplingParams
+from minivllm.llm import EngineMetrics
 
 T0 = dict(dtype="float32", block_size=4, num_kv_blocks=32, max_model_len=64, max_num_batched_tokens=64, max_num_seqs=4)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -393,3 +399,160 @@ def test_a_call_that_runs_ahead_says_the_same(folder, alone):
         for _ in range(2): check_answers(llm, alone)
         streamed = tokens(llm.stream(PROMPTS[0], GREEDY))
         assert streamed == [alone[0][:n] for n in range(1, 9)]
+
+
+# threads, and streams that nobody holds any more
+
+
+def in_threads(*functions):
+    "Run functions at once; their results, or errors"
+    results = [None] * len(functions)
+
+    def work(i):
+        try: results[i] = functions[i]()
+        except Exception as error: results[i] = error
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(functions))]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join(120)
+    assert not any(thread.is_alive() for thread in threads), "somebody waits for ever"
+    return results
+
+
+def test_calls_from_several_threads(llm, alone):
+    "Fails without `with self.lock` in `step` or in `queued`; each thread gets its own answers, in order"
+    def generate(): return tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    def stream(i): return lambda: [tokens(llm.stream(PROMPTS[i], GREEDY))[-1] for _ in range(3)]
+
+    for _ in range(3):
+        results = in_threads(generate, stream(0), generate, stream(1), stream(2))
+        assert results == [alone, [alone[0]] * 3, alone, [alone[1]] * 3, [alone[2]] * 3]
+        check_idle(llm)
+    assert not llm.waiting
+
+
+def test_a_bad_call_in_one_thread_harms_no_other(llm, alone):
+    def bad(): return llm.generate(["a", ""], GREEDY, use_tqdm=False)
+    def good(): return tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+    results = in_threads(good, bad, good, bad)
+    assert results[0] == results[2] == alone and isinstance(results[1], ValueError) and isinstance(results[3], ValueError)
+
+
+def test_a_long_call_keeps_no_other_thread_out(folder):
+    "Who has just had the engine doesn't take it again while others wait: fails without `time.sleep(0)` in `take_turn`"
+    with LLM(str(folder), **{**T0, "max_model_len": 256, "num_kv_blocks": 128}) as llm:
+        began, steps, at_end, step = threading.Event(), [], [], llm.engine.step
+
+        def busy():  # Python that holds on to its interpreter, as the host's work of a large batch does
+            steps.append(threading.current_thread().name)
+            end = time.perf_counter() + 0.002
+            while time.perf_counter() < end: pass
+            return step()
+
+        def long():
+            for output in llm.stream("a", SamplingParams(temperature=0.0, max_tokens=250, ignore_eos=True)): began.set()
+
+        def short():
+            began.wait(30)
+            for _ in range(5): llm.generate("b", SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
+            at_end.append(len(steps))
+
+        llm.engine.step = busy
+        in_threads(long, short)
+        assert at_end[0] < 60 and len(steps) >= 250
+
+
+def test_closing_while_another_thread_generates(folder):
+    llm = LLM(str(folder), **{**T0, "max_model_len": 256, "num_kv_blocks": 128})
+    began = threading.Event()
+    step = llm.engine.step
+    llm.engine.step = lambda: (began.set(), step())[1]
+
+    def close():
+        began.wait(30)
+        llm.close()
+
+    result, _ = in_threads(lambda: llm.generate("a", SamplingParams(max_tokens=250, ignore_eos=True), use_tqdm=False), close)
+    assert isinstance(result, RuntimeError) and "closed" in str(result)
+
+
+PREPARING = {"schedule": "engine.scheduler.schedule", "launch": "engine.runner.launch", "advance": "engine.scheduler.advance",
+             "resolve": "engine.scheduler.resolve", "output": "engine.collect_outputs", "add": "engine.scheduler.add"}
+
+
+@pytest.mark.parametrize("place", PREPARING)
+def test_a_stream_is_collected_in_the_middle_of_a_step(llm, alone, place):
+    "Fails if `give_up` aborts at once: the step would be prepared for a request without blocks"
+    owner, name = llm, PREPARING[place]
+    for part in name.split(".")[:-1]: owner = getattr(owner, part)
+    function, streams = getattr(owner, name.split(".")[-1]), []
+
+    def collect_in_the_middle(*args):
+        if streams:
+            streams.clear()  # the last reference
+            gc.collect()
+            assert len(llm.engine.requests) > (0 if place == "add" else 1)  # still there
+        return function(*args)
+
+    stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    next(stream)
+    setattr(owner, name.split(".")[-1], collect_in_the_middle)
+    streams.append(stream)
+    del stream
+    assert tokens(llm.generate(PROMPTS[1:], GREEDY, use_tqdm=False)) == alone[1:]
+    assert not streams
+    check_idle(llm)
+
+
+# priorities, metrics, logging
+
+
+def test_priorities_of_a_call(llm, alone):
+    params = [SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)] * 5
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False, priority=[5, 5, 5, 5, 0])
+    assert tokens(outputs) == alone
+    assert outputs[4].metrics.first_token_time <= min(o.metrics.first_token_time for o in outputs)
+    assert tokens(llm.generate(PROMPTS, params, use_tqdm=False, priority=3)) == alone
+    for bad, error in (([1], ValueError), ("high", ValueError), (1.5, ValueError), ([0, 0, 0, 0, True], ValueError)):
+        with pytest.raises(error, match="priorit"): llm.generate(PROMPTS, params, use_tqdm=False, priority=bad)
+        check_idle(llm)
+
+
+def test_metrics_count_what_happened(folder):
+    with LLM(str(folder), **{**T0, "num_kv_blocks": 9}) as llm:
+        before = llm.metrics()
+        assert before.num_steps == before.hit_rate == before.output_tokens_per_second == before.mean_batch_size == 0
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        outputs = llm.generate([[i, 2, 3, 4, 5] for i in range(4)], params, use_tqdm=False)
+        outputs += llm.generate([[3, 2, 3, 4, 5]], params, use_tqdm=False)
+        m = llm.metrics()
+        assert m.num_output_tokens == sum(len(t) for t in tokens(outputs)) == 40 and m.num_finished == 5
+        assert m.num_cached_tokens == sum(o.num_cached_tokens for o in outputs) == sum(o.metrics.num_cached_tokens for o in outputs) == 4
+        assert m.num_running == m.num_waiting == m.num_used_blocks == 0 and m.num_blocks == 9 and 6 <= m.peak_used_blocks <= 9
+        assert m.num_preemptions == llm.engine.scheduler.num_preemptions > 0
+        assert sum(m.batch_sizes.values()) == m.num_steps == sum(m.histogram().values()) and max(m.batch_sizes) <= 4
+        assert 0 < m.hit_rate < 1 and m.output_tokens_per_second > 0 and m.seconds > 0
+        assert "preemptions" in str(m) and m._repr_html_().startswith("<table>") and "steps by sequences" in m._repr_html_()
+        for output in outputs:
+            assert 0 <= output.metrics.queue_time <= output.metrics.time_to_first_token <= output.metrics.latency
+            assert output.metrics.tokens_per_second > 0
+
+
+def test_the_histogram_goes_by_powers_of_two():
+    m = EngineMetrics(*[0] * 12, {1: 5, 2: 4, 3: 3, 4: 2, 5: 1, 8: 1, 9: 7, 256: 1})
+    assert m.histogram() == {"1": 5, "2": 4, "3 to 4": 5, "5 to 8": 2, "9 to 16": 7, "129 to 256": 1}
+
+
+def test_logging_is_silent_until_it_is_asked_for(folder, capsys, caplog):
+    with caplog.at_level(logging.INFO, "minivllm"), LLM(str(folder), **{**T0, "num_kv_blocks": 9}) as llm:
+        llm.generate([[i, 2, 3, 4, 5] for i in range(4)], GREEDY, use_tqdm=False)
+    assert any("9 KV blocks" in r.message for r in caplog.records) and any("preempted" in r.message for r in caplog.records)
+    program = f"""
+from minivllm import LLM, SamplingParams
+llm = LLM({str(folder)!r}, **{dict(T0, num_kv_blocks=9)!r})
+llm.engine.runner.model.lm_head.weight.data.fill_(float("nan"))
+assert llm.generate([[1]], SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs[0].finish_reason == "error"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout + done.stderr == "", done.stderr

@@ -55,6 +55,14 @@ def read_in_thread(reader, num_messages, got, pause=lambda i: None):
     return thread
 
 
+def running(*threads):
+    "A check for a writer that waits: readers that have failed read no more"
+    def check():
+        assert all(thread.is_alive() for thread in threads)
+
+    return check
+
+
 @pytest.mark.parametrize("num_slots, slot_bytes", [(1, 64), (2, 13), (4, 1000), (8, 1 << 17)])
 def test_messages_of_all_sizes_arrive(num_slots, slot_bytes):
     ring, got = MessageRing(1, num_slots, slot_bytes), []
@@ -64,7 +72,7 @@ def test_messages_of_all_sizes_arrive(num_slots, slot_bytes):
     messages = [os.urandom(size) for size in sizes]
     thread = read_in_thread(ring.reader(0), len(messages), got)
     for message in messages:
-        ring.write_shm(message)
+        ring.write_shm(message, running(thread))
     thread.join(LIMIT)
     ring.close()
     assert got == messages
@@ -77,7 +85,7 @@ def test_writer_waits_for_the_slowest_reader():
         read_in_thread(ring.reader(1), 50, got[1], lambda i: time.sleep(0.2 * (i == 20))),
     ]
     for i in range(50):
-        ring.write_shm(i)
+        ring.write_shm(i, running(*threads))
         assert i - len(got[1]) <= 4 + 1
     for thread in threads:
         thread.join(LIMIT)
@@ -275,7 +283,7 @@ def test_a_killed_parent_takes_its_workers_along(tmp_path):
     script = program(tmp_path, "time.sleep(100)")
     *_, one, two, name = script.stdout.readline().split()
     script.kill()
-    script.communicate()
+    script.communicate(timeout=LIMIT)  # its workers hold the same pipes
     assert within(lambda: not is_alive(one) and not is_alive(two))
     assert within(lambda: name not in segments())
 
@@ -284,14 +292,15 @@ def test_a_killed_parent_of_busy_workers(tmp_path):
     script = program(tmp_path, "import threading\nwhile True: workers.call('__init__', [0] * 100_000)")
     *_, one, two, name = script.stdout.readline().split()
     script.kill()
-    script.communicate()
+    script.communicate(timeout=LIMIT)  # its workers hold the same pipes
     assert within(lambda: not is_alive(one) and not is_alive(two) and name not in segments())
 
 
 def test_ctrl_c_in_a_terminal_goes_to_all_processes(tmp_path):
-    end = "try: time.sleep(100)\nexcept KeyboardInterrupt: print(workers.ask('copy'))"
+    end = "try: print('waits', flush=True); time.sleep(100)\nexcept KeyboardInterrupt: print(workers.ask('copy'))"
     script = program(tmp_path, end)
-    script.stdout.readline()
+    while script.stdout.readline() != "waits\n":
+        pass
     os.killpg(script.pid, signal.SIGINT)
     output, errors = script.communicate(timeout=60)
     assert output.strip() == "[[7], [7]]" and not errors and script.returncode == 0

@@ -27,7 +27,7 @@ class SchedulerOutput:
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
 
-# %% ../../nbs/32_engine.scheduler.ipynb #4371281d
+# %% ../../nbs/32_engine.scheduler.ipynb #3ace8cd7
 POLICIES = ("mixed", "prefill_first")
 TOGETHER = 32   # when all places are taken, new requests start once a 32nd of them is free again
 MAX_WAIT = 32   # or after so many steps
@@ -260,3 +260,13 @@ class Scheduler:
         "End a sequence at any moment of its life; a finished one stays as it is"
         if not seq.is_finished:
             self._end(seq, "abort")
+
+    def stop(
+        self,
+        seq: Sequence,
+        string: str,  # what its text has come to
+    ):
+        "End a sequence whose newest token has completed a stop string; only the text can tell"
+        if not seq.is_finished:
+            self._end(seq, "stop")
+        seq.finish("stop", string)

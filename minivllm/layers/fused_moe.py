@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['ExpertsGateUp', 'ExpertsDown', 'FusedMoE']
 
-# %% ../../nbs/23_layers.fused_moe.ipynb #54d58fb4
+# %% ../../nbs/23_layers.fused_moe.ipynb #4f74ad30
 import torch
 from torch import nn
 
 from ..distributed import SINGLE, divide
-from ..kernels.decode_linear import norm_linear
+from ..kernels.common import can_launch
+from ..kernels.decode_linear import few_rows, norm_linear
 from ..kernels.fused_moe import fused_moe, route
 from .linear import ReplicatedLinear, copy_shard
 
@@ -50,7 +51,7 @@ class ExpertsDown(nn.Module):
         "Copy this rank's columns of expert `shard_id`'s matrix into their place"
         copy_shard(param.data[shard_id], loaded, 1, self.total, self.tp.rank * self.size)
 
-# %% ../../nbs/23_layers.fused_moe.ipynb #8d3f5e60
+# %% ../../nbs/23_layers.fused_moe.ipynb #d4df83c4
 class FusedMoE(nn.Module):
     "A router and experts, of which every token takes the likeliest few"
 
@@ -72,12 +73,18 @@ class FusedMoE(nn.Module):
         self.w13 = ExpertsGateUp(num_experts, hidden_size, intermediate_size, tp)
         self.w2 = ExpertsDown(num_experts, hidden_size, intermediate_size, tp)
 
+    def router_logits(self, x):
+        "The router's product; of few rows by the kernel that is made for them"
+        if can_launch(x.device) and len(x) <= few_rows(x.shape[1]):
+            return norm_linear(x, None, 0.0, self.gate.weight)
+        return self.gate(x)
+
     def forward(
         self,
         x: torch.Tensor,  # `[num_tokens, hidden_size]`
     ) -> torch.Tensor:  # `[num_tokens, hidden_size]`
         "The weighted sum of each token's experts"
-        weights, experts = route(self.gate(x), self.top_k, self.normalize)
+        weights, experts = route(self.router_logits(x), self.top_k, self.normalize)
         out = fused_moe(x, self.w13.weight, self.w2.weight, weights, experts)
         return self.tp.all_reduce(out)
 

@@ -289,7 +289,7 @@ def block_mass_kernel(
     tl.store(peak_ptr + at, peak, mask=block < num_blocks)
     tl.store(mass_ptr + at, mass, mask=block < num_blocks)
 
-# %% ../../nbs/10_layers.sampler.ipynb #f8a6aa6e
+# %% ../../nbs/10_layers.sampler.ipynb #237ddd11
 @triton.jit
 def choice_of(index, choices):
     "Which of its request's answers a row belongs to; None: the first"
@@ -340,8 +340,9 @@ def draw_kernel(
         ids = first + tl.arange(0, BLOCK)
         row = logits_ptr + index * row_stride
         logits = tl.load(row + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-        quads = first // 4 + tl.arange(0, BLOCK // 4)
-        noise = noise_in_order(quads, seed, position, choice, BLOCK // 4)
+        # not `quads` again: a name can't change its shape within a branch
+        id_quads = first // 4 + tl.arange(0, BLOCK // 4)
+        noise = noise_in_order(id_quads, seed, position, choice, BLOCK // 4)
         scores = tl.div_rn(logits - best, divisor) - tl.log(noise)
         token_id = first + tl.argmax(tl.where(drawn, scores, logits), 0)
     tl.store(token_ids_ptr + index, token_id.to(tl.int64))

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['experts_or_mlp', 'expert_tensors', 'Qwen3MoeForCausalLM', 'MixtralForCausalLM']
 
-# %% ../../nbs/24_models.qwen3_moe.ipynb #bc038401
+# %% ../../nbs/24_models.qwen3_moe.ipynb #2143ac2d
 from ..config import ModelConfig
 from ..distributed import SINGLE
 from ..layers.fused_moe import FusedMoE
 from .llama import LlamaForCausalLM, LlamaMLP
-from .qwen3 import Qwen3Attention, Qwen3ForCausalLM
+from .qwen3 import Qwen3ForCausalLM
 from .registry import register_model
 
 # %% ../../nbs/24_models.qwen3_moe.ipynb #3af16199

@@ -140,6 +140,19 @@ def test_recorded_steps_give_the_tokens_of_launched_ones(params):
     assert run_all(recorded, params) == run_all(plain, params) and len(replays) == 7  # one is all that is left of the second prompt after its prefix hit
 
 
+@pytest.mark.parametrize("extras", [dict(repetition_penalty=1.5), dict(frequency_penalty=1.0, logprobs=2), dict(logprobs=0)])
+def test_steps_with_extras_end_their_recording_at_the_logits(extras):
+    params = SamplingParams(temperature=1.0, **extras)
+    plain, recorded = make_runner(enforce_eager=True), recorded_runner()
+    launched = []
+    run_model = recorded.run_model
+    recorded.run_model = lambda inputs: launched.append(len(inputs["token_ids"])) or run_model(inputs)
+    assert run_all(recorded, params) == run_all(plain, params)
+    # on the CPU a recording calls again: four rows, of which one is nobody's
+    assert list(recorded.graphs.logits_graphs) == [(1, False), (4, False)] and launched[-6:] == [4] * 6
+    assert recorded.graphs.logits.shape == (4, 260)
+
+
 def test_recording_and_padding_touch_no_live_key():
     runner = make_runner(enforce_eager=True)
     for caches in runner.kv_caches:

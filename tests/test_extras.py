@@ -93,6 +93,11 @@ def test_stop_strings_across_bytes_of_a_character(folder):
     assert (answer.text, answer.stop_reason, answer.token_ids) == ("a", "é☃", list("aé☃".encode()))
 
 
+def test_a_stop_string_in_an_unfinished_character(folder):
+    answer = one(listed(folder, 97, 240), max_tokens=2, stop="\ufffd")
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("a", "stop", "\ufffd")
+
+
 def test_stop_strings_want_a_tokenizer():
     engine = make_engine()
     with pytest.raises(ValueError, match="stop=.*END.*skip_tokenizer_init=True"):
@@ -188,7 +193,7 @@ SEEDED = dict(temperature=0.9, seed=5, max_tokens=12, repetition_penalty=1.3, fr
 
 def test_seeded_with_extras_depends_on_nobody_else(steps_ahead):  # F32
     alone = answers(make_engine(), (PROMPTS[0], SEEDED))[0]
-    for options in ({}, dict(max_num_batched_tokens=4), dict(num_kv_blocks=9), dict(enforce_eager=True)):
+    for options in ({}, dict(max_num_batched_tokens=4), dict(num_kv_blocks=9)):
         neighbours = [(p, dict(temperature=1.0, max_tokens=9, seed=i, **extra)) for i, (p, extra) in
                       enumerate(zip(PROMPTS, ({}, dict(presence_penalty=1.0), {}, dict(logprobs=20))))]
         together = answers(make_engine(**options), *neighbours[:2], (PROMPTS[0], SEEDED), *neighbours[2:])
@@ -298,11 +303,13 @@ def test_a_stream_shows_all_answers():
 
 def test_answers_end_each_in_its_own_way(folder):
     engine = LLMEngine(str(folder), **T0)
-    output = all_answers(engine, "hello", n=4, seed=2, max_tokens=20, temperature=2.0, stop=["a", "e", "\x01", "\x7f", "0", "="], logprobs=1)
+    output = all_answers(engine, "hello", n=4, seed=2, max_tokens=20, temperature=2.0, stop=[chr(i) for i in range(0, 128, 5)], logprobs=1)
     for answer in output.outputs:
         assert (answer.finish_reason == "stop") == (answer.stop_reason is not None or answer.token_ids[-1] in engine.stop_token_ids)
         assert len(answer.logprobs) == len(answer.token_ids)
     assert len({len(answer.token_ids) for answer in output.outputs}) > 1
+    # of who has ended, no token on its way is counted
+    assert output.metrics.num_output_tokens == engine.stats.num_output_tokens == sum(len(a.token_ids) for a in output.outputs)
 
 
 @pytest.mark.parametrize("steps", range(8))

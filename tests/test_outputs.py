@@ -3,9 +3,12 @@ import pytest
 from byte_tokenizer import BOS, EOS, EOT, byte_fallback_backend, byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from minivllm.outputs import Detokenizer, RequestMetrics, decode
+from minivllm.outputs import (
+    Detokenizer, Logprob, RequestMetrics, StoppingDetokenizer, decode, find_stop, num_held_back, token_logprobs,
+)
 
 BYTES = byte_tokenizer()
 FALLBACK = PreTrainedTokenizerFast(tokenizer_object=byte_fallback_backend())
@@ -147,3 +150,79 @@ def test_the_window_stays_short():
         token_ids.append(token_id)
         detokenizer.update(token_ids)
         assert len(token_ids) - detokenizer.start <= 6  # the character before, and one that is incomplete
+
+
+# Stop strings
+
+
+def as_pieces(text, cuts):
+    "A text cut at these places"
+    places = sorted({0, len(text), *(c for c in cuts if c < len(text))})
+    return [text[a:b] for a, b in zip(places, places[1:])]
+
+
+def piece_tokenizer(pieces):
+    "Its tokens are these pieces; decoding joins them"
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(["<unk>", *pieces]))}
+    backend = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend), [vocab[piece] for piece in pieces]
+
+
+def stopped(pieces, **options):
+    "What a user sees after each token and at the end, and the string that ended it"
+    tokenizer, token_ids = piece_tokenizer(pieces)
+    detokenizer, seen = StoppingDetokenizer(tokenizer, **options), [""]
+    for n in range(1, len(token_ids) + 1):
+        seen.append(detokenizer.update(token_ids[:n]))
+        if detokenizer.stop_string is not None: break
+    seen.append(detokenizer.finish(token_ids[:n]))
+    assert seen[-1] == detokenizer.finish(token_ids[:n]), "finish may be called again"
+    assert all(after.startswith(before) for before, after in zip(seen, seen[1:])), "text was taken back"
+    return seen[1:], detokenizer.stop_string
+
+
+def reference_stop(text, stop, include):
+    "Letter by letter: the text ends as soon as it ends with a stop string (the longest, if there are two)"
+    for n in range(1, len(text) + 1):
+        for string in sorted(stop, key=len, reverse=True):
+            if text[:n].endswith(string): return text[: n if include else n - len(string)], string
+    return text, None
+
+
+@given(st.text("abc", min_size=1, max_size=14), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+       st.sets(st.integers(1, 13)), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_a_text_ends_at_the_same_place_however_it_is_cut(text, stop, cuts, include):  # F35
+    seen, string = stopped(as_pieces(text, cuts), stop=stop, include=include)
+    assert (seen[-1], string) == reference_stop(text, stop, include)
+    if string is None or include: return
+    # nothing of the stop string was ever shown
+    assert all(len(s) <= len(seen[-1]) for s in seen)
+
+
+def test_held_back_is_what_may_become_a_stop_string_and_no_more():
+    for text, held in (("ab", 0), ("abE", 1), ("abEN", 2), ("abENX", 0), ("abENTE", 4), ("E", 1), ("", 0)):
+        assert num_held_back(text, ["END", "ENTER"]) == held
+    assert num_held_back("abc", []) == num_held_back("aaa", ["b"]) == 0
+    assert num_held_back("aa", ["aaa", "a"]) == 2  # a string that is already there is no beginning of itself
+
+
+def test_the_string_that_ends_first_counts():
+    assert find_stop("abENDx", ["abE", "b"]) == ("b", 1, 2)
+    assert find_stop("aab", ["ab", "aab"]) == ("aab", 0, 3)  # both end here
+    assert find_stop("abab", ["ab"], start=2) == ("ab", 2, 4) and find_stop("abab", ["ab"], start=4) is None
+
+
+def test_a_stop_string_in_what_comes_with_the_end():
+    detokenizer = StoppingDetokenizer(BYTES, stop=["\ufffd"])
+    assert detokenizer.update([97]) == detokenizer.update([97, 240]) == "a" and detokenizer.stop_string is None
+    assert detokenizer.finish([97, 240]) == "a" and detokenizer.stop_string == "\ufffd"
+
+
+def test_logprobs_of_a_token():
+    found = token_logprobs([98, 97, 98], [-2.0, -0.5, -2.0], 2, 1, BYTES)  # more than this request wants
+    assert found == {98: Logprob(-2.0, 2, "b"), 97: Logprob(-0.5, 1, "a")} and list(found) == [98, 97]
+    assert token_logprobs([97, 97, 98], [-0.5, -0.5, -2.0], 1, 2, BYTES) == {97: Logprob(-0.5, 1, "a"), 98: Logprob(-2.0, 2, "b")}
+    assert token_logprobs([EOS, 97], [-0.5, -1.0], 1, 0) == {EOS: Logprob(-0.5, 1, None)}
+    assert token_logprobs([EOS], [-0.5], 1, 0, BYTES)[EOS].decoded_token == "<eos>"

@@ -50,7 +50,8 @@ def workload(vocab_size=256, num_requests=8, seed=0):
     prompts = [start + [rng.randrange(vocab_size) for _ in range(n)] for n in (3, 8, 30, 1, 7, 12, 20, 3)][:num_requests]
     greedy = dict(temperature=0.0, ignore_eos=True)
     drawn = dict(temperature=0.8, top_p=0.9, seed=5, ignore_eos=True)
-    return prompts, [SamplingParams(max_tokens=10 + i, **(drawn if i % 3 == 2 else greedy)) for i in range(len(prompts))]
+    penalized = dict(greedy, repetition_penalty=1.4, frequency_penalty=0.5, logprobs=2)  # what rank 0 alone knows of
+    return prompts, [SamplingParams(max_tokens=10 + i, **(greedy, penalized, drawn)[i % 3]) for i in range(len(prompts))]
 
 
 def tokens_of(llm, *args, **options):
@@ -165,8 +166,11 @@ def test_what_crosses_is_the_step(llama, monkeypatch):
     sizes, ring = [], llama.engine.runner.workers.ring
     write_slot = ring.write_slot
     monkeypatch.setattr(ring, "write_slot", lambda part, check: (sizes.append(len(part)), write_slot(part, check)))
-    llama.generate([[7, 8, 9]], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)
-    assert len(sizes) == 40 and max(sizes[1:]) - min(sizes[1:]) <= 4 * 10 + 16
+    for penalty in (1.0, 1.5):
+        sizes.clear()
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, repetition_penalty=penalty)
+        llama.generate([[7, 8, 9]], params, use_tqdm=False)
+        assert len(sizes) == 40 and max(sizes[1:]) - min(sizes[1:]) <= 4 * 10 + 16
 
 
 # Interrupts

@@ -23,7 +23,7 @@ PARTS = {
     27: "5 Execution",
     32: "6 Scheduling",
     33: "7 Engine",
-    39: "8 Exercise",
+    40: "8 Exercise and glossary",
 }
 
 

@@ -198,7 +198,7 @@ class Repeat:
     def pool(self):
         return None
 
-# %% ../../nbs/29_engine.cuda_graph.ipynb #09b1ef9a
+# %% ../../nbs/29_engine.cuda_graph.ipynb #5ed9e570
 class DecodeGraphs:
     "Recorded decode steps of every batch size, and the buffers that they read and write"
 
@@ -209,8 +209,11 @@ class DecodeGraphs:
         max_blocks: int,  # of a sequence
         device: str,
         shares: bool = False,  # whether steps may share prefixes
+        logits_step=None,      # the same up to the logits; None on ranks without them
     ):
         self.step, self.max_blocks, self.sizes = step, max_blocks, graph_sizes(max_num_seqs)
+        self.logits_step, self.logits_graphs = logits_step, {}
+        self.logits = None  # `[max_num_seqs, vocab_size]`
         # the largest first: the others find their memory in its pool
         self.keys = [(size, False) for size in reversed(self.sizes)]
         self.keys += [(size, True) for size in reversed(self.sizes) if shares and size > 1]
@@ -231,21 +234,36 @@ class DecodeGraphs:
         "The smallest recorded size that a batch fits into"
         return next(size for size in self.sizes if size >= num_rows)
 
-    def run_step(self, size: int, shared: bool):
+    def run_step(self, size: int, shared: bool, to_logits: bool):
         "What is recorded"
         fields = step_fields(self.buffer, size, self.max_blocks)
         take_tokens(fields["token_ids"], fields["unknown"], fields["slot"], self.sampled)
         prefixes = SharedPrefixes(*(fields[name] for name in SharedPrefixes._fields))
-        tokens = self.step(fields, prefixes if shared else None)
-        leave_tokens(tokens, fields["slot"], self.sampled)
+        prefixes = prefixes if shared else None
+        if to_logits:
+            self.leave_logits(self.logits_step(fields, prefixes))
+        else:
+            leave_tokens(self.step(fields, prefixes), fields["slot"], self.sampled)
+
+    def graphs_of(self, to_logits: bool) -> dict:  # (size, whether prefixes are shared) -> graph
+        "The recordings of whole steps, or those up to the logits"
+        return self.logits_graphs if to_logits else self.graphs
+
+    def leave_logits(self, logits: torch.Tensor | None):
+        "One place for all sizes: what stays in a recording's own memory, no other can use"
+        if logits is None:
+            return
+        if self.logits is None:  # the run before the first recording
+            self.logits = logits.new_empty(self.sizes[-1], logits.shape[1])
+        self.logits[: len(logits)].copy_(logits)
 
     @torch.inference_mode()
-    def capture(self, size: int, shared: bool = False):
-        "Record the step for a batch size, with or without shared prefixes"
+    def capture(self, size: int, shared: bool = False, to_logits: bool = False):
+        "Record the step for a batch size, with or without shared prefixes, whole or up to the logits"
         kept = self.sampled.clone()  # a step on its way may need what the one before has left
         for name, field in step_fields(self.buffer, size, self.max_blocks).items():
             field.fill_(PADDING.get(name, 0))  # rows of nobody: nothing of the cache is touched
-        run = partial(self.run_step, size, shared)
+        run = partial(self.run_step, size, shared, to_logits)
         if self.stream is None:
             graph = Repeat(run)
         else:
@@ -254,7 +272,7 @@ class DecodeGraphs:
                 graph = record(run, self.pool)
             torch.cuda.current_stream().wait_stream(self.stream)
         self.sampled.copy_(kept)
-        self.graphs[size, shared], self.pool = graph, graph.pool()
+        self.graphs_of(to_logits)[size, shared], self.pool = graph, graph.pool()
 
     def capture_all(self):
         "Record steps of all sizes, where prefixes may be shared in both forms"
@@ -275,12 +293,14 @@ class DecodeGraphs:
         sampling: SamplingBatch,
         unknown: np.ndarray | None,  # of `unknown_rows`
         slot: int = 0,               # in `sampled`: where the step before hasn't left its tokens
-    ) -> torch.Tensor:               # `[num_seqs]` int64 on the device, until a later step uses the slot
+        to_logits: bool = False,     # whoever calls will sample
+    ):  # `[num_seqs]` tokens, until a later step uses the slot; or logits and the tokens before them
         "Run a decode step: one copy to the device, one launch"
         num_seqs, shared = len(batch.token_ids), batch.shared_prefixes is not None
         size = self.size_for(num_seqs)
-        if (size, shared) not in self.graphs:
-            self.capture(size, shared)
+        graphs = self.graphs_of(to_logits)
+        if (size, shared) not in graphs:
+            self.capture(size, shared, to_logits)
         self.turn = 1 - self.turn
         sent = self.sent[self.turn]
         if sent is not None:
@@ -290,5 +310,8 @@ class DecodeGraphs:
         self.buffer[:used].copy_(self.staging[self.turn][:used], non_blocking=True)
         if sent is not None:
             sent.record()
-        self.graphs[size, shared].replay()
-        return self.sampled[slot, :num_seqs]
+        graphs[size, shared].replay()
+        if not to_logits:
+            return self.sampled[slot, :num_seqs]
+        logits = None if self.logits is None else self.logits[:num_seqs]
+        return logits, step_fields(self.buffer, size, self.max_blocks)["token_ids"][:num_seqs]

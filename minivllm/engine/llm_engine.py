@@ -6,9 +6,8 @@
 __all__ = ['logger', 'split_prompt', 'load_tokenizer', 'chat_end_token_ids', 'end_token_ids', 'Answer', 'Request', 'EngineStats',
            'uninterrupted', 'takes_engine_options', 'LLMEngine']
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #fa1d367b
+# %% ../../nbs/34_engine.llm_engine.ipynb #645a15b4
 import copy
-import dataclasses
 import inspect
 import logging
 import random
@@ -74,7 +73,7 @@ def load_tokenizer(
         )
     return tokenizer
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #267e2ee1
+# %% ../../nbs/34_engine.llm_engine.ipynb #8a6bde75
 def chat_end_token_ids(
     tokenizer,
 ) -> list[int]:  # one id, or none
@@ -100,9 +99,15 @@ def end_token_ids(
     tokenizer=None,
 ) -> set[int]:
     "Every token that ends an answer, whichever of the model's files names it"
-    ids = set(config_ids)
-    if (folder / "generation_config.json").is_file():
-        ids.update(as_list(GenerationConfig.from_pretrained(folder).eos_token_id))
+    ids, file = set(config_ids), folder / "generation_config.json"
+    if file.is_file():
+        try:
+            named = as_list(GenerationConfig.from_pretrained(folder).eos_token_id)
+        except Exception as error:  # transformers has many for a file that is none
+            raise ValueError(f"{file}: {error}") from error
+        if not all(type(token_id) is int for token_id in named):
+            raise ValueError(f"{file}: eos_token_id={named!r}: must be token ids")
+        ids.update(named)
     if tokenizer is not None:
         ids.update(as_list(tokenizer.eos_token_id), chat_end_token_ids(tokenizer))
     return ids
@@ -177,7 +182,7 @@ def takes_engine_options(init):
     init.__signature__ = inspect.Signature([first, model, *keywords])
     return check_option_names(init)
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #b2dd2405
+# %% ../../nbs/34_engine.llm_engine.ipynb #ae71bd82
 class LLMEngine:
     "Tokenizer, scheduler and runner behind four calls: add_request, step, abort_request, exit"
 
@@ -242,8 +247,8 @@ class LLMEngine:
         if not token_ids:
             raise ValueError("the prompt is empty")
         last = self.model_config.vocab_size - 1
-        if not all(type(token_id) is int and 0 <= token_id <= last for token_id in token_ids):
-            # one by one: it says which it is, and lets NumPy's integers pass
+        fine = set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) <= last
+        if not fine:  # one by one: it says which it is, and lets NumPy's integers pass
             token_ids = [check_range("token id", token_id, 0, last) for token_id in token_ids]
         return text, list(token_ids)
 
@@ -258,7 +263,7 @@ class LLMEngine:
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r}: skip_tokenizer_init=True, and without a "
                              "tokenizer there is no text to search; use stop_token_ids")
-        return dataclasses.replace(params)  # not copy.copy: that would share the list of stop tokens
+        return copy.deepcopy(params)  # with its lists; without checking every field once more
 
     def add_request(
         self,

@@ -6,7 +6,7 @@
 __all__ = ['SHARED_PREFIX_BYTES', 'largest_step', 'dummy_seqs', 'release_frames', 'current_device', 'to_host', 'LaunchedStep',
            'ModelRunner', 'check_shards', 'make_worker', 'start_runner']
 
-# %% ../../nbs/31_engine.model_runner.ipynb #4beaa7c3
+# %% ../../nbs/31_engine.model_runner.ipynb #f172bbdf
 import importlib
 import traceback
 import weakref
@@ -28,7 +28,7 @@ from ..layers.linear import kv_heads_per_rank, pack_weights
 from ..layers.sampler import Sampler, adjust_logits, top_logprobs
 from ..models.loader import build_model, init_dummy_weights, load_weights
 from ..models.registry import get_model_class
-from ..sampling_params import SamplingParams
+from ..sampling_params import MAX_LOGPROBS, SamplingParams
 
 # %% ../../nbs/31_engine.model_runner.ipynb #46f68e27
 def largest_step(
@@ -133,7 +133,7 @@ class LaunchedStep:
         found = zip(*(x.tolist() for x in self.logprobs_on_host))
         return {self.sampled[row]: values for row, values in zip(self.logprob_rows, found)}
 
-# %% ../../nbs/31_engine.model_runner.ipynb #bc647082
+# %% ../../nbs/31_engine.model_runner.ipynb #f2f2539b
 class ModelRunner:
     "Holds the model and its KV cache on one device, and runs steps"
 
@@ -244,8 +244,11 @@ class ModelRunner:
         num_tokens = largest_step(
             self.config.max_num_seqs, self.config.max_num_batched_tokens, longest
         )
-        # a filter in every row, and one that keeps nearly all, costs the sampler most
-        params = SamplingParams(top_k=max(1, self.model_config.vocab_size - 1))
+        # a filter in every row, and one that keeps nearly all, costs the sampler most; for penalties
+        # it gets a copy of the logits, and log-probabilities look at them once more
+        params = SamplingParams(
+            top_k=max(1, self.model_config.vocab_size - 1), presence_penalty=1.0, logprobs=MAX_LOGPROBS
+        )
         seqs = dummy_seqs(num_tokens, longest, self.block_size, params)
         self.kv_caches = self.allocate_kv_cache(1)
         try:
@@ -282,7 +285,9 @@ class ModelRunner:
         "Graphs of this runner's decode steps, none of them recorded yet"
         max_blocks = -(-self.max_model_len // self.block_size)
         num_seqs, shares = self.config.max_num_seqs, self.may_share()
-        return DecodeGraphs(self.recorded_step, num_seqs, max_blocks, self.device, shares)
+        return DecodeGraphs(
+            self.recorded_step, num_seqs, max_blocks, self.device, shares, self.recorded_logits
+        )
 
     def recorded_step(
         self,
@@ -290,12 +295,16 @@ class ModelRunner:
         shared: SharedPrefixes | None,
     ) -> torch.Tensor:                  # `[num_rows]` int64
         "A decode step that depends on nothing but what these tensors hold when it runs"
-        inputs = dict(fields, cu_seqlens_q=None, max_query_len=0, shared_prefixes=shared)
-        inputs.update(num_decodes=len(fields["token_ids"]), sample_rows=slice(None))
         names = ("temperature", "seeds", "choices", "top_k", "top_p", "min_p")
         sampling = {name: fields[name] for name in names}
-        logits = self.run_model(inputs)
+        logits = self.recorded_logits(fields, shared)
         return self.sample(logits, positions=fields["sample_positions"], **sampling)
+
+    def recorded_logits(self, fields: dict, shared: SharedPrefixes | None) -> torch.Tensor | None:
+        "Such a step up to its logits, for rows that ask for more than the recorded sampler does"
+        inputs = dict(fields, cu_seqlens_q=None, max_query_len=0, shared_prefixes=shared)
+        inputs.update(num_decodes=len(fields["token_ids"]), sample_rows=slice(None))
+        return self.run_model(inputs)
 
     def capture_cudagraph(self):
         "Record decode steps of all batch sizes"
@@ -411,9 +420,9 @@ class ModelRunner:
             unknown = batch.unknown_rows(seqs, num_tokens, previous.rows)
         rows = [seqs[i] for i in sampled]
         sampling, extras = batch.prepare_sample(rows) if rows else None, batch.prepare_extras(rows)
-        recorded = decode and extras is None
+        plain = extras is None
         tokens, logprobs = self.call(
-            "execute", prepared, sampling, unknown, slot, recorded, extras=extras
+            "execute", prepared, sampling, unknown, slot, decode, plain, extras=extras
         )
         asking = extras.logprob_rows if logprobs else ()
         with current_device(self.device):
@@ -434,21 +443,25 @@ class ModelRunner:
         sampling: batch.SamplingBatch | None,  # None: no sequence gets a token
         unknown: np.ndarray | None,            # of `unknown_rows`
         slot: int,                             # where this step leaves its tokens: 0 or 1
-        recorded: bool,                        # it is replayed, where steps are recorded
+        decode: bool,                          # it is replayed, where steps are recorded
+        plain: bool = True,                    # without `extras`
         extras: batch.SamplingExtras | None = None,  # for rank 0, which samples
     ) -> tuple:  # tokens `[num_sampled]` int64, or None; log-probabilities of the rows that asked
         "A prepared step, on this rank"
-        logprobs = ()
+        tokens, logprobs = None, ()
         with current_device(self.device):
-            if recorded and self.graphs is not None:
+            if decode and plain and self.graphs is not None:
                 tokens = self.graphs.replay(prepared, sampling, unknown, slot)
             else:
-                inputs = batch.to_device(prepared, self.device)
-                token_ids, left = inputs["token_ids"], self.left[1 - slot]
-                inputs["token_ids"] = self.fill_unknown(token_ids, unknown, left)
-                logits, tokens = self.run_model(inputs), None
-                if sampling is not None:
+                if decode and self.graphs is not None:
+                    logits, newest = self.graphs.replay(prepared, sampling, unknown, slot, True)
+                else:
+                    inputs = batch.to_device(prepared, self.device)
+                    token_ids, left = inputs["token_ids"], self.left[1 - slot]
+                    inputs["token_ids"] = self.fill_unknown(token_ids, unknown, left)
+                    logits = self.run_model(inputs)
                     newest = inputs["token_ids"][inputs["sample_rows"]]
+                if sampling is not None:
                     tokens, logprobs = self.draw(logits, newest, sampling, extras)
                 if self.graphs is not None and tokens is not None:  # they look for tokens there
                     tokens = self.graphs.sampled[slot, : len(tokens)].copy_(tokens)

@@ -27,11 +27,12 @@ class SchedulerOutput:
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
 
-# %% ../../nbs/32_engine.scheduler.ipynb #3ace8cd7
+# %% ../../nbs/32_engine.scheduler.ipynb #01aa45b4
 POLICIES = ("mixed", "prefill_first")
 TOGETHER = 32   # when all places are taken, new requests start once a 32nd of them is free again
 MAX_WAIT = 32   # or after so many steps
-NOT_FINITE = "the model's logits are no numbers: NaN, or all of them infinite"  # ends a request
+# why a request ends in error: a NaN in the weights makes its way into every logit
+NOT_FINITE = "the model's logits are not finite: its weights may hold NaN or infinite numbers"
 
 
 class Scheduler:

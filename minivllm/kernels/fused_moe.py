@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CHUNK', 'route_torch', 'route_kernel', 'route_triton', 'route', 'fused_moe_torch', 'max_tiles', 'Alignment',
-           'align_torch', 'count_kernel', 'align_kernel', 'align_triton', 'load_weights', 'gate_up_kernel',
+           'align_torch', 'count_kernel', 'align_kernel', 'align_triton', 'align', 'load_weights', 'gate_up_kernel',
            'down_kernel', 'combine_kernel', 'pair_gate_up_kernel', 'pair_down_kernel', 'MoETiles', 'blocks',
            'fitting_block', 'moe_tiles', 'check_moe', 'by_pairs', 'takes_descriptors', 'rows_descriptor', 'combine',
            'by_tiles', 'fused_moe_triton', 'fused_moe']
@@ -202,7 +202,7 @@ def align_kernel(
             for start in range(last, num_tiles, EXPERTS):
                 tl.store(tile_experts_ptr + start + e, tl.zeros_like(e) - 1, mask=start + e < num_tiles)
 
-# %% ../../nbs/22_kernels.fused_moe.ipynb #f5f65476
+# %% ../../nbs/22_kernels.fused_moe.ipynb #f8f6ca3b
 CHUNK = 4096  # pairs that a program looks through
 
 
@@ -226,6 +226,11 @@ def align_triton(experts, num_experts, tile):
         **early_launch(device),
     )
     return Alignment(pairs, of_tile)
+
+
+def align(experts, num_experts, tile):
+    "Alignment by the implementation for the device of `experts`"
+    return (align_triton if can_launch(experts.device) else align_torch)(experts, num_experts, tile)
 
 # %% ../../nbs/22_kernels.fused_moe.ipynb #95e1b154
 @triton.jit

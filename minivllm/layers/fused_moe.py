@@ -15,7 +15,7 @@ from ..kernels.decode_linear import few_rows, norm_linear
 from ..kernels.fused_moe import fused_moe, route
 from .linear import ReplicatedLinear, copy_shard
 
-# %% ../../nbs/23_layers.fused_moe.ipynb #754805d5
+# %% ../../nbs/23_layers.fused_moe.ipynb #e25eb3e2
 class ExpertsGateUp(nn.Module):
     "Gate and up of all experts, `[num_experts, 2 * intermediate_size, hidden_size]`: of each expert this rank's rows"
 
@@ -34,7 +34,7 @@ class ExpertsGateUp(nn.Module):
         target = param.data[expert].narrow(0, {"gate": 0, "up": self.size}[part], self.size)
         copy_shard(target, loaded, 0, self.total, self.tp.rank * self.size)
 
-
+# %% ../../nbs/23_layers.fused_moe.ipynb #04d31e76
 class ExpertsDown(nn.Module):
     "Down of all experts, `[num_experts, hidden_size, intermediate_size]`: of each expert this rank's columns"
 

@@ -217,7 +217,7 @@ def check_tied_head(
                 stacklevel=2,
             )
 
-# %% ../../nbs/19_models.loader.ipynb #bded91f7
+# %% ../../nbs/19_models.loader.ipynb #a0792973
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype):
     "Create parameters in `dtype`; the process's own default returns, also after an error"
@@ -236,9 +236,14 @@ def build_model(
     device: str,
     **kwargs,  # for the model's constructor
 ) -> nn.Module:
-    "An instance with its parameters on `device` in `dtype`, not yet filled"
-    with default_dtype(dtype), torch.device(device):
-        return model_class(config, **kwargs).eval()
+    "An instance with its parameters on `device` in `dtype`, not yet filled; may be a MemoryError"
+    try:
+        with default_dtype(dtype), torch.device(device):
+            return model_class(config, **kwargs).eval()
+    except RuntimeError as error:  # on a GPU an OutOfMemoryError, which is one too
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise MemoryError(f"{model_class.__name__} doesn't fit on {device}: {error}") from error
+        raise
 
 # %% ../../nbs/19_models.loader.ipynb #a519b7fd
 @torch.no_grad()

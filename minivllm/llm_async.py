@@ -45,8 +45,8 @@ class Consumer:
             raise self.newest
         return self.newest
 
-# %% ../nbs/35_llm_async.ipynb #f82a49c0
-logger = logging.getLogger(__name__)
+# %% ../nbs/35_llm_async.ipynb #e660e0fa
+logger = logging.getLogger("minivllm")
 
 
 class EngineThread(threading.Thread):

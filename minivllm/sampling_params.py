@@ -60,7 +60,7 @@ def check_option_names(function):
 
     return wrapper
 
-# %% ../nbs/09_sampling_params.ipynb #4eab08df
+# %% ../nbs/09_sampling_params.ipynb #40b0c542
 MAX_INT = 2**63 - 1       # seeds and top_k travel in int64 tensors
 MAX_TEMPERATURE = 3.4e38  # temperatures in float32 ones
 MAX_LOGPROBS = 20         # more would mean more to copy than anybody reads
@@ -95,7 +95,8 @@ def check_sampling_option(name: str, value):
             if not isinstance(strings, (list, tuple, set, frozenset, type(None))) or not all(
                 isinstance(string, str) and string for string in strings or ()
             ):
-                raise ValueError(f"{name}={value!r}: must be a string or strings, none of them empty")
+                wanted = "must be a string or strings, none of them empty"
+                raise ValueError(f"{name}={value!r}: {wanted}")
             return list(strings or ())
         case "seed":
             return None if value is None else check_range(name, value, 0, MAX_INT)
@@ -108,15 +109,16 @@ def check_sampling_option(name: str, value):
                 raise ValueError(f"{name}={value!r}: must be True or False")
             return value
 
-# %% ../nbs/09_sampling_params.ipynb #075ac1d2
+# %% ../nbs/09_sampling_params.ipynb #d87a895e
 def check_sampling_options(options: dict):
     "Raise a ValueError unless these values of all options go together"
-    if options["min_tokens"] > options["max_tokens"]:
-        raise ValueError("min_tokens={min_tokens}: must be at most max_tokens={max_tokens}".format(**options))
-    if options["n"] > 1 and options["temperature"] == 0:
-        raise ValueError(f"n={options['n']}: must be 1 where temperature=0, as all answers would be the same")
+    n, least, most = (options[name] for name in ("n", "min_tokens", "max_tokens"))
+    if least > most:
+        raise ValueError(f"min_tokens={least}: must be at most max_tokens={most}")
+    if n > 1 and options["temperature"] == 0:
+        raise ValueError(f"n={n}: must be 1 where temperature=0, as all answers would be the same")
 
-# %% ../nbs/09_sampling_params.ipynb #d80712b8
+# %% ../nbs/09_sampling_params.ipynb #f8d66c32
 @dataclass(kw_only=True)
 class SamplingParams:
     "Choice and end of one request's tokens; vLLM's names and defaults"
@@ -131,7 +133,7 @@ class SamplingParams:
     max_tokens: int = 16                     # output tokens at most
     min_tokens: int = 0                      # no end before so many
     stop: list[str] | None = None            # end the text before any of these; a string or several
-    include_stop_str_in_output: bool = False # end it after the string instead
+    include_stop_str_in_output: bool = False  # end it after the string instead
     stop_token_ids: list[int] | None = None  # end after any of these or the model's end tokens
     ignore_eos: bool = False                 # don't end at the model's end tokens
     seed: int | None = None                  # tokens depend on seed, prompt and model alone
@@ -157,7 +159,8 @@ class SamplingParams:
     @property
     def penalizes(self) -> bool:
         "Whether tokens that are there already become more or less likely"
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        changes_seen = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return changes_seen or self.repetition_penalty != 1
 
     @property
     def has_extras(self) -> bool:

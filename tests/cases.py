@@ -31,7 +31,10 @@ CASES = [Case(*case) for case in [
      "            chosen[seq] = min(seq.num_uncomputed_tokens, budget)\n            budget -=", "            chosen[seq] = min(seq.num_tokens, budget)\n            budget -="),
     ("F08", "hits behind a miss are counted",
      "test_block_manager.py::test_match_stops_at_the_first_miss", "engine/block_manager.py",
-     "            if block is None:\n                break", "            if block is None:\n                continue"),
+     "            if block is None:\n                break",
+     # (the parent that a block names would still be missed: whoever counts such hits takes it from the block itself)
+     "            if block is None:\n                after = [b for bs in self.hash_to_blocks.values() for b in bs if b.token_ids == seq.block(i + 1)]\n"
+     "                parent_id = after[0].parent_id if after else NO_PARENT\n                continue"),
     ("F09", "after a hit positions or masks begin at 0",
      "test_paged_attention.py::test_queries_after_a_prefix_hit_see_the_prefix", "kernels/prefill.py",
      "scores[..., context_len - num_queries :].masked_fill_(", "scores[..., : num_queries].masked_fill_("),
@@ -81,7 +84,7 @@ CASES = [Case(*case) for case in [
     # sampling, stopping, text
     ("F29", "temperature 0 beside others",
      "test_sampler.py::test_greedy_and_drawn_rows_share_a_batch", "layers/sampler.py",
-     "random = (temperature > 0) & best.isfinite()", "random = best.isfinite()"),
+     "random = (temperature > 0) & best.isfinite()", "temperature = torch.where(temperature > 0, temperature, 1.0)\n    random = best.isfinite()"),
     ("F30", "top-p drops the token that crosses p",
      "test_sampler.py::test_filters_keep", "layers/sampler.py",
      "keep &= (mass - weights < ", "keep &= (mass < "),
@@ -89,7 +92,7 @@ CASES = [Case(*case) for case in [
      "test_engine.py::test_a_seeded_request_depends_on_nobody", "engine/batch.py",
      "seeds=np.array([seq.seed for seq in seqs])", "seeds=np.array([seq.seed + i for i, seq in enumerate(seqs)])"),
     ("F33", "only the tokenizer's end token ends an answer",
-     "test_engine.py::test_any_end_token_that_a_file_names", "engine/llm_engine.py",
+     "test_engine.py::test_each_source_alone", "engine/llm_engine.py",
      "        ids.update(named)", "        pass"),
     ("F35", "a stop string is shown before it is complete",
      "test_extras.py::test_what_could_have_become_a_stop_string_comes_late_or_with_the_end", "outputs.py",
@@ -104,7 +107,7 @@ CASES = [Case(*case) for case in [
      "test_bad_models.py::test_weights_that_are_no_numbers_end_the_request_and_say_so", "engine/scheduler.py",
      '        if token_id < 0:\n            return "error"', "        token_id = max(0, token_id)"),
     ("F39", "sampling in half precision",
-     "test_sampler.py::test_bfloat16_logits_are_sampled_in_float32", "layers/sampler.py",
+     "test_sampler.py::test_no_step_of_a_draw_is_in_half_precision", "layers/sampler.py",
      "vocab_size, logits = logits.shape[1], logits.float()", "vocab_size, logits = logits.shape[1], logits"),
     # models, config, weights
     ("F40", "the rotary base of transformers 5",
@@ -132,7 +135,7 @@ CASES = [Case(*case) for case in [
      "test_fused_moe.py::test_softmax_comes_before_the_choice", "kernels/fused_moe.py",
      "    if normalize:\n        weights = weights", "    if True:\n        weights = weights"),
     ("F51", "gate and up of an expert are exchanged",
-     "test_qwen3_moe.py::test_gate_and_up_are_not_exchanged", "layers/fused_moe.py",
+     "test_qwen3_moe.py::test_logits_equal_transformers", "layers/fused_moe.py",
      '{"gate": 0, "up": self.size}[part]', '{"gate": self.size, "up": 0}[part]'),
     ("F52", "a sliding window is ignored",
      "test_config.py::test_a_window_bounds_the_sequence_and_the_error_gives_the_numbers", "config.py",
@@ -183,7 +186,7 @@ CASES = [Case(*case) for case in [
      "                raise TypeError(unknown_option(owner, name, names))", "                kwargs = {k: v for k, v in kwargs.items() if k != name}"),
     ("F69", "token ids outside of the vocabulary",
      "test_engine.py::test_a_bad_prompt_harms_nobody", "engine/llm_engine.py",
-     "if not all(type(token_id) is int and 0 <= token_id <= last for token_id in token_ids):", "if False:"),
+     "        if not fine:  # one by one", "        if False:  # one by one"),
     ("F70", "an over-long prompt vanishes",
      "test_llm.py::test_an_over_long_prompt_is_no_silent_answer", "llm.py",
      '    except ValueError as error:\n        raise ValueError(f"prompt {i}: {error}") from error', "    except ValueError:\n        pass"),
@@ -191,8 +194,8 @@ CASES = [Case(*case) for case in [
      "test_worker.py::test_ten_thousand_calls_nobody_waits_for", "engine/worker.py",
      "            while not free.acquire(timeout=0.1):\n                check()", "            free.acquire(timeout=0)"),
     ("F72", "results come to a request that was aborted",
-     "test_scheduler.py::test_abort_of_a_request_that_is_in_flight", "engine/scheduler.py",
-     "            if seq.status is done:\n                continue  # aborted since, or ended", "            if False:\n                continue  # aborted since, or ended"),
+     "test_engine.py::test_abort_with_a_step_in_flight_and_a_newcomer_at_once", "engine/llm_engine.py",
+     "if token_id >= 0 and seq.seq_id in self.request_ids", "if token_id >= 0"),
 ]]
 NUMBERS = [f"F{n:02}" for n in (1, 4, 5, 6, 8, 9, 11, 12, 13, 14, 15, 17, 19, 20, 21, 22, 24, 25, 26, 29, 30, 32, 33, 35, 36, 38, 39, 40, 41, 43, 45, 47, 48, 49,
                                 51, 52, 53, 54, 55, 58, 59, 60, 62, 63, 64, 65, 66, 68, 69, 70, 71, 72)]

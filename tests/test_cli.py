@@ -14,7 +14,7 @@ from rigs import DEVICE
 import minivllm
 from minivllm import LLM, SamplingParams
 from minivllm.bench import load_result
-from minivllm.cli import DEMO_PROMPTS, build_parser, compare_runs, field_comments, main, workload_lines
+from minivllm.cli import DEMO_PROMPTS, build_parser, compare_runs, field_comments, main, sampling_params, workload_lines
 from minivllm.config import EngineConfig
 from minivllm.engine.model_runner import ModelRunner
 from minivllm.workloads import MEASURED
@@ -155,6 +155,17 @@ def test_options_and_library_have_the_same_fields():
     defaults = {name: field.default for name, field in EngineConfig.__dataclass_fields__.items() if name in names}
     assert {name: args[name] for name in names} == {**defaults, "model": "smollm2-135m"}
     assert set(field_comments(EngineConfig)) >= {"model", "max_model_len", "max_num_seqs", "load_format"}
+
+
+def test_sampling_options_and_library_have_the_same_fields():
+    parse = lambda *words: sampling_params(build_parser().parse_args(["generate", *words]))
+    assert parse() == SamplingParams(temperature=0.0, max_tokens=64)
+    words = "--repetition-penalty 1.5 --presence-penalty -1 --min-tokens 3 --stop END --include-stop-str-in-output --top-k 5"
+    expected = dict(repetition_penalty=1.5, presence_penalty=-1, min_tokens=3, stop="END", include_stop_str_in_output=True, top_k=5)
+    assert parse(*words.split()) == SamplingParams(temperature=0.0, max_tokens=64, **expected)
+    args, missing = vars(build_parser().parse_args(["generate"])), {"n", "logprobs", "stop_token_ids"}
+    assert set(SamplingParams.__dataclass_fields__) - args.keys() == missing
+    assert set(field_comments(SamplingParams)) == set(SamplingParams.__dataclass_fields__)
 
 
 # chat

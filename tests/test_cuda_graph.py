@@ -149,7 +149,8 @@ def test_steps_with_extras_end_their_recording_at_the_logits(extras):
     recorded.run_model = lambda inputs: launched.append(len(inputs["token_ids"])) or run_model(inputs)
     assert run_all(recorded, params) == run_all(plain, params)
     # on the CPU a recording calls again: four rows, of which one is nobody's
-    assert list(recorded.graphs.logits_graphs) == [(1, False), (4, False)] and launched[-6:] == [4] * 6
+    assert list(recorded.graphs.logits_graphs) == [(1, False), (4, False)]
+    assert recorded.device != "cpu" or launched[-6:] == [4] * 6
     assert recorded.graphs.logits.shape == (4, 260)
 
 

@@ -8,7 +8,7 @@ from byte_tokenizer import EOS
 from rigs import TIE, reference_logits, tiny_model
 from test_engine import T0, drain, folder, listed, one, steps_ahead  # noqa: F401 (fixtures)
 
-from minivllm import LLMEngine, SamplingParams
+from minivllm import LLM, LLMEngine, SamplingParams
 
 TOKENS = dict(skip_tokenizer_init=True)
 PROMPTS = [[10, 11, 12, 13, 14], [20, 21, 10, 11], [30] * 9, [7, 8]]
@@ -348,3 +348,15 @@ def test_random_mixes_equal_solo_runs():
         alone = all_answers(solo, prompt, f"solo{i}", **p)
         assert [a.token_ids for a in final[str(i)].outputs] == [a.token_ids for a in alone.outputs], p
         assert [a.finish_reason for a in final[str(i)].outputs] == [a.finish_reason for a in alone.outputs]
+
+
+def test_the_users_face_has_it_all(folder):
+    params = SamplingParams(n=2, seed=1, max_tokens=6, logprobs=1, stop="\u00ff", ignore_eos=True)
+    with LLM(str(folder), **T0) as llm:
+        first, second = llm.generate(["hello", "you"], params, use_tqdm=False)
+        assert [[a.index for a in output.outputs] for output in (first, second)] == [[0, 1]] * 2
+        assert all(len(a.logprobs) == len(a.token_ids) == 6 for a in first.outputs)
+        *_, last = llm.stream("hello", params)
+        assert [a.token_ids for a in last.outputs] == [a.token_ids for a in first.outputs]
+        for _ in llm.stream("hello", params): break  # leaving the loop aborts all of them
+        assert not (llm.engine.requests or llm.engine.request_ids or llm.engine.held or llm.engine.scheduler.has_unfinished())

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['pad_block_tables', 'sampled_seqs', 'Batch', 'slots', 'prepare_prefill', 'prepare_decode', 'unknown_rows',
-           'SamplingBatch', 'prepare_sample', 'SamplingExtras', 'prepare_penalties', 'prepare_extras', 'to_device']
+           'SamplingBatch', 'prepare_sample', 'SamplingExtras', 'prompt_array', 'prepare_penalties', 'prepare_extras',
+           'to_device']
 
 # %% ../../nbs/27_engine.batch.ipynb #c3afef52
 from dataclasses import dataclass, fields
@@ -170,7 +171,7 @@ def prepare_sample(
         **filters,
     )
 
-# %% ../../nbs/27_engine.batch.ipynb #20b3fd4a
+# %% ../../nbs/27_engine.batch.ipynb #56688a01
 @dataclass
 class SamplingExtras:
     "What some rows ask for beyond `SamplingBatch`, on the host; fields are None where no row asks"
@@ -186,23 +187,34 @@ class SamplingExtras:
     num_logprobs: int = 0            # the most that one of them asks for
 
 
+def prompt_array(seq: Sequence) -> np.ndarray:  # `[num_prompt_tokens]` int64
+    "A prompt's token ids; as they never change, the array is made once"
+    if seq.prompt_array is None:
+        seq.prompt_array = np.array(seq.token_ids[: seq.num_prompt_tokens])
+    return seq.prompt_array
+
+
 def prepare_penalties(seqs: list[Sequence]) -> dict:
     "The first fields of `SamplingExtras`"
     token_ids, rows, is_output = [], [], []
     for row, seq in enumerate(seqs):
         if seq.sampling_params.penalizes:
-            start = 0 if seq.sampling_params.repetition_penalty != 1 else seq.num_prompt_tokens
-            token_ids += seq.token_ids[start:]
-            rows.append(np.full(len(seq.token_ids) - start, row))
-            is_output.append(np.arange(start, len(seq.token_ids)) >= seq.num_prompt_tokens)
+            output = np.array(seq.token_ids[seq.num_prompt_tokens :], dtype=np.int64)
+            parts = [(output, True)]
+            if seq.sampling_params.repetition_penalty != 1:
+                parts.insert(0, (prompt_array(seq), False))
+            for ids, whether in parts:
+                token_ids.append(ids)
+                rows.append(np.full(len(ids), row))
+                is_output.append(np.full(len(ids), whether))
     if not rows:
         return dict.fromkeys(("token_ids", "rows", "is_output", "repetition", "frequency", "presence"))
     fields = {
         name: np.array([getattr(seq.sampling_params, f"{name}_penalty") for seq in seqs], np.float32)
         for name in ("repetition", "frequency", "presence")
     }
-    fields.update(rows=np.concatenate(rows), is_output=np.concatenate(is_output))
-    return dict(fields, token_ids=np.array(token_ids, dtype=np.int64))
+    joined = dict(token_ids=token_ids, rows=rows, is_output=is_output)
+    return fields | {name: np.concatenate(parts) for name, parts in joined.items()}
 
 
 def prepare_extras(

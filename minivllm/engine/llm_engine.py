@@ -155,8 +155,8 @@ class EngineStats:
     seconds: float = 0.0        # spent in steps
     batch_sizes: Counter = field(default_factory=Counter)  # sequences of a step -> such steps
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #6b37d854
-logger = logging.getLogger(__name__)  # silent unless the user asks for "minivllm"
+# %% ../../nbs/34_engine.llm_engine.ipynb #1d29f67f
+logger = logging.getLogger("minivllm")  # silent unless the user asks for it
 
 # %% ../../nbs/34_engine.llm_engine.ipynb #9f165f5c
 @contextmanager
@@ -182,7 +182,7 @@ def takes_engine_options(init):
     init.__signature__ = inspect.Signature([first, model, *keywords])
     return check_option_names(init)
 
-# %% ../../nbs/34_engine.llm_engine.ipynb #ae71bd82
+# %% ../../nbs/34_engine.llm_engine.ipynb #cd0c411d
 class LLMEngine:
     "Tokenizer, scheduler and runner behind four calls: add_request, step, abort_request, exit"
 
@@ -406,8 +406,10 @@ class LLMEngine:
         "The end of the time that requests have waited for"
         now = time.perf_counter()
         for seq in step.seqs:
+            if seq.num_computed_tokens > seq.num_cached_tokens:
+                continue
             answer = self.answer_of(seq)
-            if answer.started:
+            if answer.started:  # and was preempted since
                 continue
             answer.started = True
             self.stats.num_cached_tokens += seq.num_cached_tokens
@@ -425,16 +427,19 @@ class LLMEngine:
         "What a step brought, request by request"
         now, changed = time.perf_counter(), {}
         for seq in sampled:
-            self.requests[self.request_ids[seq.seq_id]].metrics.add_token(now)
+            request = self.requests[self.request_ids[seq.seq_id]]
+            request.metrics.add_token(now)
+            if not request.final_only:
+                changed[request.request_id] = request
             if seq.seq_id in logprobs:
                 self.add_logprobs(self.answer_of(seq), *logprobs[seq.seq_id])
             if seq.sampling_params.stop:
                 self.check_stop(self.answer_of(seq))
         for seq in dict.fromkeys(sampled + finished):
-            request = self.requests[self.request_ids[seq.seq_id]]
-            changed[request.request_id] = request
-            if seq.is_finished:  # a token that is still on its way belongs to nobody
-                del self.request_ids[seq.seq_id]
+            if seq.is_finished:
+                # a token that is still on its way belongs to nobody
+                request = self.requests[self.request_ids.pop(seq.seq_id)]
+                changed[request.request_id] = request
         for request in changed.values():
             if request.is_finished:
                 self.undelivered.append(self.close_request(request, now))

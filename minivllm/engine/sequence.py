@@ -21,7 +21,7 @@ class SequenceStatus(Enum):
     RUNNING = auto()
     FINISHED = auto()
 
-# %% ../../nbs/25_engine.sequence.ipynb #3678361b
+# %% ../../nbs/25_engine.sequence.ipynb #cda090c7
 class Sequence:
     "The tokens of one request, and what the engine knows about them"
 
@@ -48,6 +48,7 @@ class Sequence:
         self.priority = priority
         self.choice = choice
         self.has_extras = sampling_params.has_extras  # asked in every step
+        self.prompt_array = None       # the prompt's ids, where a penalty wants them in each step
         # at this length it ends; the scheduler lowers it where model or memory end earlier
         self.max_num_tokens = self.num_prompt_tokens + sampling_params.max_tokens
         self.status = SequenceStatus.WAITING

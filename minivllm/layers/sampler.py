@@ -660,7 +660,7 @@ def penalize(
     values -= frequency[rows] * counts + presence[rows] * (counts > 0)
     flat[places] = values  # a token that is there twice is written twice, with the same value
 
-# %% ../../nbs/10_layers.sampler.ipynb #f3611ced
+# %% ../../nbs/10_layers.sampler.ipynb #d550f283
 def adjust_logits(
     logits: torch.Tensor,            # `[num_rows, vocab_size]`, any float dtype
     newest: torch.Tensor,            # `[num_rows]` int64, the last token of each row
@@ -677,7 +677,7 @@ def adjust_logits(
     if token_ids is None and banned_ids is None:
         return logits
     logits = torch.empty_like(logits, dtype=torch.float32).copy_(logits)
-    if token_ids is not None:
+    if token_ids is not None and len(token_ids):
         token_ids = torch.where(token_ids < 0, newest[rows], token_ids)
         penalize(logits, token_ids, rows, is_output, repetition, frequency, presence)
     if banned_ids is not None:

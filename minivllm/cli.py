@@ -30,10 +30,8 @@ from .demo import DEMO_MODEL
 from .llm import LLM
 from .models.loader import resolve_model
 from .sampling_params import SamplingParams
-from minivllm.workloads import (
-    MEASURED, PEERS_ABOUT, SHAPE_NAMES, SHAPES, WORKLOADS, best_peer, peers_of, run_workloads,
-    show_figure,
-)
+from .workloads import MEASURED, PEERS_ABOUT, SHAPE_NAMES, SHAPES, WORKLOADS, best_peer
+from .workloads import peers_of, run_workloads, show_figure
 
 # %% ../nbs/37_cli.ipynb #16e0f2a8
 def field_comments(cls: type) -> dict:  # name -> comment

@@ -213,7 +213,7 @@ class EngineMetrics:
         )
         return f"<table>{cells}</table>"
 
-# %% ../nbs/35_llm.ipynb #b85c87de
+# %% ../nbs/35_llm.ipynb #d5ec3134
 class LLM:
     "Offline inference with vLLM's names: generate, chat, stream"
 
@@ -227,17 +227,7 @@ class LLM:
         self.request_ids = count()
         self.outputs = {}  # request_id -> the newest outputs of the call that it belongs to
         self.lock = threading.Lock()  # held by whoever is at work in the engine
-        self.waiting = set()     # threads that wait for the lock
         self.given_up = deque()  # requests that are to be aborted by whoever has the lock
-
-    def take_turn(self):
-        "Let those who wait for the engine come first: a lock alone would favour whoever just had it"
-        me = threading.get_ident()
-        for _ in range(1000):  # not for ever: somebody may be interrupted while waiting
-            if self.lock.locked() or not self.waiting - {me}:
-                break
-            time.sleep(0)
-        self.waiting.add(me)
 
     def give_up(
         self,
@@ -267,7 +257,6 @@ class LLM:
         "All prompts in the queue or, if one is bad, none; afterwards nothing of them stays behind"
         ids, outputs = [], {}
         try:
-            self.take_turn()
             with self.lock:
                 unused = (str(n) for n in self.request_ids if str(n) not in self.engine.requests)
                 ids.extend(islice(unused, len(prompts)))
@@ -277,14 +266,14 @@ class LLM:
                 self.outputs.update(dict.fromkeys(ids, outputs))
             yield ids, outputs
         finally:
-            self.waiting.discard(threading.get_ident())
-            self.give_up(ids)
+            try:
+                self.give_up(ids)
+            finally:
+                self.give_up(ids)  # a Ctrl-C may have come before the first had begun
 
     def step(self):
         "One engine step, for everybody: each output goes to the call that asked for it"
-        self.take_turn()
         with self.lock:
-            self.waiting.discard(threading.get_ident())
             for output in self.engine.step():
                 if output.request_id in self.outputs:
                     self.outputs[output.request_id][output.request_id] = output
@@ -375,9 +364,7 @@ class LLM:
 
     def close(self):
         "Give the model and the cache back; closing twice is harmless"
-        self.take_turn()
         with self.lock:
-            self.waiting.discard(threading.get_ident())
             self.engine.exit()
         self.give_up([])
 

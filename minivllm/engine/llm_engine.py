@@ -29,10 +29,8 @@ from .model_runner import start_runner
 from .scheduler import Scheduler, SchedulerOutput
 from .sequence import Sequence
 from ..models.loader import resolve_model
-from minivllm.outputs import (
-    CompletionOutput, Detokenizer, Logprob, RequestMetrics, RequestOutput, StoppingDetokenizer,
-    decode, token_logprobs,
-)
+from ..outputs import CompletionOutput, Detokenizer, Logprob, RequestMetrics, RequestOutput
+from ..outputs import StoppingDetokenizer, decode, token_logprobs
 from ..sampling_params import SamplingParams, check_option_names, check_range
 
 # %% ../../nbs/34_engine.llm_engine.ipynb #22b7fe6e

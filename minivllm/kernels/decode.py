@@ -15,13 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from minivllm.kernels.common import (
-    await_previous, can_launch, capability_of, early_launch, num_sms, round_to, size_class, tl, triton,
-)
+from .common import await_previous, can_launch, capability_of, early_launch, num_sms
+from .common import round_to, size_class, tl, triton
 from .kv_cache import gather_pages
-from minivllm.kernels.prefill import (
-    LOG2E, attend_tile, check_pages, kv_descriptors, load_kv_tile, takes_descriptors,
-)
+from .prefill import LOG2E, attend_tile, check_pages, kv_descriptors, load_kv_tile
+from .prefill import takes_descriptors
 
 # %% ../../nbs/14_kernels.decode.ipynb #23adca66
 GATHERED_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}  # keys and values brought together at once

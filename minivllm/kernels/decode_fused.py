@@ -9,9 +9,8 @@ __all__ = ['rope_attend_torch', 'turned', 'repeated', 'first_state', 'attend_old
 # %% ../../nbs/14_kernels.decode_fused.ipynb #424ac9b2
 import torch
 
-from minivllm.kernels.common import (
-    await_previous, can_launch, early_launch, num_sms, round_to, tl, triton,
-)
+from .common import await_previous, can_launch, early_launch, num_sms, round_to, tl
+from .common import triton
 from .decode import finish, paged_decode_torch
 from .kv_cache import check_caches, norm_rope_store_torch
 from .prefill import LOG2E, attend_tile, load_kv_tile

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from minivllm.kernels.common import (
-    await_previous, can_launch, early_launch, num_sms, round_to, tl, triton,
-)
+from .common import await_previous, can_launch, early_launch, num_sms, round_to, tl
+from .common import triton
 from ..layers.activation import activate, silu_and_mul_torch
 from ..layers.layernorm import rms_norm_torch
 

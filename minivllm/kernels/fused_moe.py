@@ -15,10 +15,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from minivllm.kernels.common import (
-    TensorDescriptor, await_previous, can_launch, capability_of, dot, early_launch, round_to,
-    size_class, tl, triton,
-)
+from .common import TensorDescriptor, await_previous, can_launch, capability_of, dot
+from .common import early_launch, round_to, size_class, tl, triton
 from ..layers.activation import activate, silu_and_mul_torch
 
 # %% ../../nbs/22_kernels.fused_moe.ipynb #412e36c6

@@ -12,9 +12,7 @@ import torch
 
 from ..layers.layernorm import rms_norm_torch
 from ..layers.rotary_embedding import apply_rotary_torch, head_tile, rotate_halves
-from minivllm.kernels.common import (
-    await_previous, can_launch, early_launch, round_to, tl, triton,
-)
+from .common import await_previous, can_launch, early_launch, round_to, tl, triton
 
 # %% ../../nbs/11_kernels.kv_cache.ipynb #323ede69
 def store_kv_torch(

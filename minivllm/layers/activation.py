@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minivllm.kernels.common import (
-    await_previous, can_launch, early_launch, round_to, tl, triton,
-)
+from ..kernels.common import await_previous, can_launch, early_launch, round_to, tl, triton
 
 # %% ../../nbs/03_layers.activation.ipynb #ca9c2dbd
 def silu_and_mul_torch(

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.common import MissingTriton, can_launch, triton
-from minivllm.kernels.decode import (
-    SharedPrefixes, paged_decode_torch, paged_decode_triton, plan_decode,
-)
+from ..kernels.decode import SharedPrefixes, paged_decode_torch, paged_decode_triton
+from ..kernels.decode import plan_decode
 from ..kernels.kv_cache import norm_rope_store
 from ..kernels.prefill import paged_prefill_torch, paged_prefill_triton
 from ..kernels.prefill_hopper import fits_hopper, paged_prefill_hopper, plan_prefill

@@ -10,9 +10,7 @@ __all__ = ['rms_norm_torch', 'add_rms_norm_torch', 'rms_norm_kernel', 'launch_co
 import torch
 from torch import nn
 
-from minivllm.kernels.common import (
-    await_previous, can_launch, early_launch, round_to, tl, triton,
-)
+from ..kernels.common import await_previous, can_launch, early_launch, round_to, tl, triton
 
 # %% ../../nbs/04_layers.layernorm.ipynb #8b84144a
 def rms_norm_torch(

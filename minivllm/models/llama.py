@@ -14,13 +14,10 @@ from ..config import ModelConfig
 from ..distributed import SINGLE
 from ..kernels.common import can_launch
 from ..kernels.decode_fused import fits_fused, rope_attend
-from minivllm.kernels.decode_linear import (
-    few_rows, linear_residual, norm_gate_up_silu, norm_linear,
-)
+from ..kernels.decode_linear import few_rows, linear_residual, norm_gate_up_silu, norm_linear
 from ..layers.activation import SiluAndMul
-from minivllm.layers.attention import (
-    Attention, ForwardContext, TorchAttentionBackend, TritonAttentionBackend,
-)
+from ..layers.attention import Attention, ForwardContext, TorchAttentionBackend
+from ..layers.attention import TritonAttentionBackend
 from ..layers.embedding_head import ParallelLMHead, VocabParallelEmbedding
 from ..layers.layernorm import RMSNorm
 from ..layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear

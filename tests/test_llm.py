@@ -253,7 +253,8 @@ def test_ctrl_c_at_any_moment(llm, alone, method):
                 while time.perf_counter() < end: time.sleep(0.01)  # too late for the call: take it here
                 lost += 1
             except KeyboardInterrupt: interrupts += 1
-            gc.collect()  # what an interrupted call has left to be collected gives its requests up then
+            # what an interrupted call has left to be collected gives its requests up then
+            if llm.outputs or llm.engine.requests: gc.collect()
             check_idle(llm)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -443,21 +444,25 @@ def test_a_bad_call_in_one_thread_harms_no_other(llm, alone):
 
 
 def test_a_long_call_keeps_no_other_thread_out(folder):
-    "The lock is given back after each step: held for the length of a call, the short ones would come last"
+    "The lock is given back after each step: held for the length of a call, the short ones would come last, every time"
     with LLM(str(folder), **{**T0, "max_model_len": 256, "num_kv_blocks": 128}) as llm:
-        began, ended = threading.Event(), []
+        def race():
+            began, ended = threading.Event(), []
 
-        def long():
-            for output in llm.stream("a", SamplingParams(temperature=0.0, max_tokens=250, ignore_eos=True)): began.set()
-            ended.append("long")
+            def long():
+                for output in llm.stream("a", SamplingParams(temperature=0.0, max_tokens=250, ignore_eos=True)): began.set()
+                ended.append("long")
 
-        def short():
-            began.wait(30)
-            for _ in range(3): llm.generate("b", SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
-            ended.append("short")
+            def short():
+                began.wait(30)
+                for _ in range(3): llm.generate("b", SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
+                ended.append("short")
 
-        in_threads(long, short)
-        assert ended == ["short", "long"]
+            in_threads(long, short)
+            return ended
+
+        # who gets a lock that is free is up to the operating system: now and then the same thread again and again
+        assert any(race() == ["short", "long"] for _ in range(8))
 
 
 def test_closing_while_another_thread_generates(folder):

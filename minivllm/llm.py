@@ -99,7 +99,7 @@ def naming_prompt(
     except ValueError as error:
         raise ValueError(f"prompt {i}: {error}") from error
 
-# %% ../nbs/35_llm.ipynb #efe89d7d
+# %% ../nbs/35_llm.ipynb #0b6ff63a
 class ThroughputBar:
     "A progress bar over requests that shows prompt and output tokens per second"
 
@@ -110,27 +110,36 @@ class ThroughputBar:
         show: bool,
     ):
         self.engine, self.before, self.start = engine, replace(engine.stats), time.perf_counter()
-        # miniters=0: the rates are redrawn also while no request ends
-        options = dict(desc="requests", unit="req", miniters=0, dynamic_ncols=True)
-        self.bar = tqdm(total=total, disable=not show, **options)
+        self.bar = None
+        if show:
+            # miniters=0: the rates are redrawn also while no request ends
+            options = dict(desc="requests", unit="req", miniters=0, dynamic_ncols=True)
+            # all bars of a process share a lock, which a Ctrl-C in the wrong place leaves taken
+            with uninterrupted():
+                self.bar = tqdm(total=total, **options)
 
     def update(
         self,
         done: int,  # requests that have ended so far
     ):
         "Show how many requests have ended, and the rates up to now"
+        if self.bar is None:
+            return
         seconds, stats = time.perf_counter() - self.start, self.engine.stats
         prompt = (stats.num_prompt_tokens - self.before.num_prompt_tokens) / seconds
         output = (stats.num_output_tokens - self.before.num_output_tokens) / seconds
         rates = f"prompt {prompt:.0f} tok/s, output {output:.0f} tok/s"
-        self.bar.set_postfix_str(rates, refresh=False)
-        self.bar.update(done - self.bar.n)
+        with uninterrupted():
+            self.bar.set_postfix_str(rates, refresh=False)
+            self.bar.update(done - self.bar.n)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        self.bar.close()
+        if self.bar is not None:
+            with uninterrupted():
+                self.bar.close()
 
 # %% ../nbs/35_llm.ipynb #a7cc3372
 @dataclass(frozen=True)

@@ -244,7 +244,12 @@ def floor_seconds(
     moving, computing = nbytes / ceilings.read, flops / ceilings.matmul
     return Floor(moving, "bytes") if moving >= computing else Floor(computing, "flops")
 
-# %% ../nbs/00_bench.ipynb #87e9af41
+# %% ../nbs/00_bench.ipynb #8c0e8dcb
+def _tensor_bytes(tree):
+    "Bytes of all tensors in nested arguments or results"
+    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
 class Traffic(TorchDispatchMode):
     "Records the bytes that each operation reads and writes"
 
@@ -255,9 +260,8 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
         if not op.is_view:
-            read, written = ([t for t in tree_leaves(o) if isinstance(t, torch.Tensor)] for o in ((args, kwargs), out))
-            sizes = [sum(t.nbytes for t in tensors) for tensors in (read, written)]
-            self.rows.append({"operation": op.overloadpacket.__name__, "read": sizes[0], "written": sizes[1]})
+            read, written = _tensor_bytes((args, kwargs)), _tensor_bytes(out)
+            self.rows.append({"operation": op.overloadpacket.__name__, "read": read, "written": written})
         return out
 
     @property
@@ -296,7 +300,7 @@ def time_variants(variants, device):
             row |= dict(queueing=queueing_seconds(fn), waiting=waiting, graph=graph)
     return rows
 
-# %% ../nbs/00_bench.ipynb #7c3df489
+# %% ../nbs/00_bench.ipynb #c32fed9d
 @torch.inference_mode()
 def measure_compile(
     cases,   # pairs: a function, and what makes its arguments from a shape
@@ -312,12 +316,13 @@ def measure_compile(
             args, compiled = make_inputs(shape), torch.compile(fn, dynamic=False)
             with Traffic() as traffic:
                 outs = fn(*args)
-            must_move = sum(t.nbytes for t in tree_leaves((args, outs)) if isinstance(t, torch.Tensor))
+            must_move = _tensor_bytes((args, outs))
             torch.testing.assert_close(compiled(*args), outs)
             variants = {"eager": partial(fn, *args), "compiled": partial(compiled, *args)}
             for row, nbytes in zip(time_variants(variants, device), (traffic.nbytes, must_move)):
-                row |= dict(function=fn.__name__, variant=row["name"] + label, shape=list(shape), nbytes=nbytes)
-                rows.append(row | dict(floor=must_move / bandwidth, copy_bandwidth=bandwidth))
+                row |= dict(function=fn.__name__, variant=row["name"] + label, shape=list(shape))
+                row |= dict(nbytes=nbytes, floor=must_move / bandwidth, copy_bandwidth=bandwidth)
+                rows.append(row)
             del args, outs, variants
     return rows
 

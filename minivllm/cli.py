@@ -9,7 +9,7 @@ __all__ = ['NO_ENGINE_OPTIONS', 'NO_SAMPLING_OPTIONS', 'DEMO_PROMPTS', 'field_co
            'compare_runs', 'load_reference', 'contestants', 'bench_questions', 'aligned', 'workload_lines',
            'bench_workloads', 'run_bench', 'positive', 'add_bench_options', 'build_parser', 'main']
 
-# %% ../nbs/37_cli.ipynb #b35bda82
+# %% ../nbs/37_cli.ipynb #aff0ab7e
 import argparse
 import contextlib
 import dataclasses
@@ -30,8 +30,8 @@ from .demo import DEMO_MODEL
 from .llm import LLM
 from .models.loader import resolve_model
 from .sampling_params import SamplingParams
-from .workloads import MEASURED, PEERS_ABOUT, SHAPE_NAMES, SHAPES, WORKLOADS, best_peer
-from .workloads import peers_of, run_workloads, show_figure
+from .workloads import MEASURED, PEERS_ABOUT, SHAPE_NAMES, SHAPES, WORKLOADS
+from .workloads import best_peer, in_words, peers_of, run_workloads
 
 # %% ../nbs/37_cli.ipynb #16e0f2a8
 def field_comments(cls: type) -> dict:  # name -> comment
@@ -68,9 +68,9 @@ def add_options(
             about += "" if default is None else " (default: %(default)s)"
         group.add_argument(flag, default=default, help=about, **kind)
 
-# %% ../nbs/37_cli.ipynb #5ab207d3
+# %% ../nbs/37_cli.ipynb #b6e3839a
 NO_ENGINE_OPTIONS = {"skip_tokenizer_init"}           # these commands are about text
-# the engine has a --seed too; ids and numbers beside the text, or several texts, are not for a terminal
+# the engine has a --seed too; ids, numbers beside the text, more texts are not for a terminal
 NO_SAMPLING_OPTIONS = {"seed", "stop_token_ids", "n", "logprobs"}
 
 
@@ -305,11 +305,14 @@ def bench_questions(args: argparse.Namespace):
         with open(args.json, "w") as file:
             json.dump(result, file, indent=1)
 
-# %% ../nbs/37_cli.ipynb #a50b203c
-def aligned(cells: list[tuple]) -> list[str]:
-    "Rows of words as lines, their columns one under the other"
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+# %% ../nbs/37_cli.ipynb #b626b049
+def aligned(
+    table: list[dict[str, str]],  # column -> words
+) -> list[str]:  # lines: the names of the columns, and a line for each row
+    "A table as text, its columns one under the other"
+    rows = [list(table[0]), *(list(row.values()) for row in table)] if table else []
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def workload_lines(
@@ -324,21 +327,7 @@ def workload_lines(
         f"built in {about['start_up_seconds']:.1f} s{beside}",
         "  ".join(f"{name}={value}" for name, value in about["settings"].items()),
     ]
-    cells = [(
-        "workload", "figure", "seconds", "floor", "share", "fastest peer", "ours / theirs",
-        "Python loop",
-    )]
-    for row in timed:
-        unit = "seconds_per_token" if "seconds_per_token" in row else "seconds"
-        theirs = ("", "")
-        if row["peer"]:
-            seconds, ratio = si(row["peer_seconds"], "s"), row["ratio_to_peer"]
-            theirs = (f"{row['peer']}: {seconds}", f"{ratio:.2f}")
-        cells.append((
-            row["workload"], show_figure(row), si(row[unit], "s"), si(row["floor_seconds"], "s"),
-            f"{row['share_of_floor']:.0%}", *theirs, si(row["host_loop_seconds"], "s"),
-        ))
-    lines += aligned(cells) if timed else []
+    lines += aligned([in_words(row) for row in timed])
     if any(row["peer"] for row in timed):
         lines.append(f"peers: {PEERS_ABOUT}")
     for row in rows[1:]:
@@ -350,7 +339,7 @@ def workload_lines(
             )
     return lines
 
-
+# %% ../nbs/37_cli.ipynb #57161dc2
 def bench_workloads(args: argparse.Namespace):
     "The workloads, beside their floors and what other engines need"
     options = engine_options(args)
@@ -382,7 +371,7 @@ def run_bench(args: argparse.Namespace):
         open(args.json, "a").close()  # a file that can't be written is better known now
     (bench_workloads if workloads else bench_questions)(args)
 
-# %% ../nbs/37_cli.ipynb #34d8706e
+# %% ../nbs/37_cli.ipynb #424f2c2e
 def positive(text: str) -> int:
     "A number on the command line that must be at least 1"
     if (value := int(text)) < 1:
@@ -409,7 +398,7 @@ def add_bench_options(parser: argparse.ArgumentParser):
     # questions and workloads have different defaults for it
     add_engine_options(parser, enable_prefix_caching=None)
 
-
+# %% ../nbs/37_cli.ipynb #3455cf20
 def build_parser() -> argparse.ArgumentParser:
     "The commands and their options"
     parser = argparse.ArgumentParser("minivllm", description="A small, fast inference engine")

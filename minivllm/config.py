@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['DTYPES', 'SIZES', 'read', 'read_rope', 'read_dtype', 'resolve_dtype', 'read_sliding_window', 'as_list',
            'ExpertsConfig', 'read_experts', 'read_architecture', 'check_sizes', 'ModelConfig', 'load_model_config',
-           'check_choice', 'resolve_device', 'rank_device', 'check_num_gpus', 'EngineConfig', 'resolve_max_model_len']
+           'check_choice', 'resolve_device', 'rank_device', 'check_num_gpus', 'check_options', 'resolve_options',
+           'EngineConfig', 'resolve_max_model_len']
 
 # %% ../nbs/16_config.ipynb #07098601
 from dataclasses import dataclass, field
@@ -316,7 +317,43 @@ def check_num_gpus(
         f"need {last}, and there are {torch.cuda.device_count()} CUDA devices here"
     )
 
-# %% ../nbs/16_config.ipynb #298399b7
+# %% ../nbs/16_config.ipynb #d494ebf4
+def check_options(
+    config,  # an `EngineConfig`
+):
+    "Raise a ValueError that names an option, its value and the range, unless each option is in its own"
+    tokenizer = config.model if config.tokenizer is None else config.tokenizer
+    for name, source in (("model", config.model), ("tokenizer", tokenizer)):
+        if not isinstance(source, (str, PathLike)) or source == "":
+            raise ValueError(f"{name}={source!r}: must be a folder or a Hub id")
+    for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+        setattr(config, name, check_range(name, getattr(config, name), 1))
+    for name in ("max_model_len", "block_size", "num_kv_blocks"):
+        if getattr(config, name) is not None:
+            setattr(config, name, check_range(name, getattr(config, name), 1))
+    for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "async_scheduling"):
+        check_choice(name, getattr(config, name), (True, False))
+    config.seed = check_range("seed", config.seed, 0, 2**63 - 1)
+    share = config.gpu_memory_utilization
+    check_range("gpu_memory_utilization", share, 0.0, 1.0, kind=float, above=True)
+    check_choice("scheduling_policy", config.scheduling_policy, ("mixed", "prefill_first"))
+    check_choice("load_format", config.load_format, ("auto", "dummy"))
+    config.dtype = str(config.dtype).removeprefix("torch.")
+    check_choice("dtype", config.dtype, ("auto", *DTYPES))
+
+# %% ../nbs/16_config.ipynb #e34707a7
+def resolve_options(
+    config,  # an `EngineConfig`
+):
+    'Put device, attention backend and block size in the place of "auto" and None, as this machine has them'
+    config.device = resolve_device(config.device)
+    check_num_gpus(config.device, config.tensor_parallel_size)
+    backend = get_attention_backend(config.attention_backend, config.device)
+    config.attention_backend = backend.name
+    config.block_size = config.block_size or backend.default_block_size
+    backend.check_block_size(config.block_size)
+
+# %% ../nbs/16_config.ipynb #40e19cdd
 @dataclass
 class EngineConfig:
     "Options of an engine, each checked when it is set"
@@ -343,33 +380,8 @@ class EngineConfig:
     load_format: str = "auto"  # or "dummy": seeded random weights, no checkpoint but config.json
 
     def __post_init__(self):
-        tokenizer = self.model if self.tokenizer is None else self.tokenizer
-        for name, source in (("model", self.model), ("tokenizer", tokenizer)):
-            if not isinstance(source, (str, PathLike)) or source == "":
-                raise ValueError(f"{name}={source!r}: must be a folder or a Hub id")
-        # stored as plain integers, whatever kind they came as
-        for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
-            setattr(self, name, check_range(name, getattr(self, name), 1))
-        for name in ("max_model_len", "block_size", "num_kv_blocks"):
-            if getattr(self, name) is not None:
-                setattr(self, name, check_range(name, getattr(self, name), 1))
-        for name in (
-            "skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "async_scheduling"
-        ):
-            check_choice(name, getattr(self, name), (True, False))
-        self.seed = check_range("seed", self.seed, 0, 2**63 - 1)
-        share = self.gpu_memory_utilization
-        check_range("gpu_memory_utilization", share, 0.0, 1.0, kind=float, above=True)
-        check_choice("scheduling_policy", self.scheduling_policy, ("mixed", "prefill_first"))
-        check_choice("load_format", self.load_format, ("auto", "dummy"))
-        self.dtype = str(self.dtype).removeprefix("torch.")
-        check_choice("dtype", self.dtype, ("auto", *DTYPES))
-        self.device = resolve_device(self.device)
-        check_num_gpus(self.device, self.tensor_parallel_size)
-        backend = get_attention_backend(self.attention_backend, self.device)
-        self.attention_backend = backend.name
-        self.block_size = self.block_size or backend.default_block_size
-        backend.check_block_size(self.block_size)
+        check_options(self)
+        resolve_options(self)
 
 
 # a misspelt option is an error that suggests the right one, not an option that is silently dropped

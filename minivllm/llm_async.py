@@ -149,7 +149,7 @@ def put_all(items: list[tuple]):
     for consumer, newest in items:
         consumer.put(newest)
 
-# %% ../nbs/35_llm_async.ipynb #4b88fbc3
+# %% ../nbs/35_llm_async.ipynb #209d2346
 class AsyncLLM:
     "Answers for many tasks of an event loop at once, from one engine"
 
@@ -173,7 +173,7 @@ class AsyncLLM:
         priority: int = 0,  # a lower number is served earlier
     ) -> AsyncIterator[RequestOutput]:
         "The output after each token, with the text so far; leaving the loop aborts the request"
-        # a thread that ends answers what is in its queue: if more kept coming, it would never be done
+        # a thread that ends answers what is in its queue: if more kept coming, it would never end
         if self.thread.closed:
             raise RuntimeError("the engine is closed")
         consumer = Consumer(prompt, sampling_params, False, priority)

@@ -160,7 +160,7 @@ def token_logprobs(
             found[token_id] = Logprob(logprob, i or rank, text)
     return found
 
-# %% ../nbs/33_outputs.ipynb #73324b8e
+# %% ../nbs/33_outputs.ipynb #50de4353
 @dataclass
 class CompletionOutput:
     "One answer to a request"
@@ -168,7 +168,7 @@ class CompletionOutput:
     text: str                         # without special tokens, unless they were asked for
     token_ids: list[int]              # every token that was sampled, the one that ended it included
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None while it runs
-    stop_reason: int | str | None = None  # the token or string that ended it, if the request named it
+    stop_reason: int | str | None = None  # the token or string that ended it, if the request's own
     logprobs: list[dict[int, Logprob]] | None = None  # of each token, where they were asked for
     cumulative_logprob: float | None = None           # their sum over the sampled tokens
 

@@ -451,25 +451,48 @@ def draw_memory_bar(
     fig.legend(squares, parts, loc="outside upper right", ncols=len(parts), **size)
     return fig
 
-# %% ../nbs/01_viz.ipynb #66b5d6f9
-def _draw_elements(ax, left, top, columns, rows, accesses, programs):
-    "One tensor's elements as squares, coloured by the programs that touch them"
+# %% ../nbs/01_viz.ipynb #35601f98
+def _touched_by(accesses):
+    "element -> programs that touch it, and element -> a program whose mask keeps it from it"
     owners, masked = {}, {}
     for access in accesses:
         for element in access["elements"]:
-            owners.setdefault(element, []).append(access["program"])
+            owners.setdefault(element, {})[access["program"]] = True  # a set that keeps its order
         for element in access.get("masked", []):
             masked.setdefault(element, access["program"])
-    beyond = [element for element in masked if element >= rows * columns and rows == 1]
-    for element in [*range(rows * columns), *beyond]:
+    return {element: list(programs) for element, programs in owners.items()}, masked
+
+
+def _draw_elements(ax, left, top, columns, rows, accesses, programs):
+    "One tensor's elements as squares, coloured by the programs that touch them"
+    owners, masked = _touched_by(accesses)
+    size = rows * columns
+    beyond = [element for element in masked if element >= size and rows == 1]
+    for element in [*range(size), *beyond]:
         row, column = divmod(element, columns) if rows > 1 else (0, element)
-        mine = list(dict.fromkeys(owners.get(element, [])))
-        color = request_color(programs.index(mine[0])) if len(mine) == 1 else EDGE if mine else FREE
-        style = dict(fc="white", ec=EDGE, ls=":") if element >= rows * columns else dict(fc=color, ec="white")
+        mine = owners.get(element, [])
+        color = FREE if not mine else request_color(programs.index(mine[0])) if len(mine) == 1 else EDGE
+        style = dict(fc=color, ec="white") if element < size else dict(fc="white", ec=EDGE, ls=":")
         ax.add_patch(Rectangle((left + column, top - row - 1), 1, 1, **style))
-        text = f"{len(mine)}×" if len(mine) > 1 else str(mine[0] if mine else masked.get(element, ""))
-        ink = _ink_on(color) if mine else EDGE
-        ax.text(left + column + 0.5, top - row - 0.5, text.strip("()"), color=ink, fontsize=6, ha="center", va="center")
+        label = f"{len(mine)}×" if len(mine) > 1 else str(mine[0] if mine else masked.get(element, ""))
+        text = dict(color=_ink_on(color) if mine else EDGE, fontsize=6, ha="center", va="center")
+        ax.text(left + column + 0.5, top - row - 0.5, label.strip("()"), **text)
+
+# %% ../nbs/01_viz.ipynb #69e438a6
+def _place_tensors(accesses, tensors):
+    "(name, left, top, columns, rows, its accesses) of each, 48 squares to a line; and the lower edge"
+    places, left, top, bottom = [], 0, 0, 0
+    for name, (*rows, columns) in tensors.items():
+        rows = rows[0] if rows else 1
+        mine = [access for access in accesses if access["tensor"] == name]
+        masked = [element for access in mine for element in access.get("masked", [])]
+        wide = max(columns, *(element + 1 for element in masked)) if masked and rows == 1 else columns
+        if left and left + wide > 48:
+            left, top = 0, bottom - 2
+        places.append((name, left, top, columns, rows, mine))
+        bottom = min(bottom, top - rows)
+        left += wide + 3
+    return places, bottom
 
 
 def draw_accesses(
@@ -478,23 +501,14 @@ def draw_accesses(
 ):             # the figure
     "Which programs of a kernel touch which elements: one colour per program, grey where several do"
     programs = list(dict.fromkeys(access["program"] for access in accesses))
-    boxes, left, top, bottom = [], 0, 0, 0
-    for name, shape in tensors.items():
-        mine = [access for access in accesses if access["tensor"] == name]
-        *rows, columns = shape
-        rows = rows[0] if rows else 1
-        wide = max([columns] + [m + 1 for access in mine if rows == 1 for m in access.get("masked", [])])
-        if left and left + wide > 48:
-            left, top = 0, bottom - 2
-        kinds = dict.fromkeys({"load": "read", "store": "written"}[access["kind"]] for access in mine)
-        boxes.append((left, top, columns, rows, mine, f"{name}: {' and '.join(kinds) or 'not touched'}"))
-        bottom = min(bottom, top - rows)
-        left += wide + 3
-    width = max(box[0] + max(box[2], 12) for box in boxes) + 1
+    places, bottom = _place_tensors(accesses, tensors)
+    width = max(left + max(columns, 12) for _, left, _, columns, *_ in places) + 1
     unit = min(9 / width, 0.3)
     fig, ax = _canvas(width * unit, (1.5 - bottom) * unit, (-0.2, width - 0.2), (bottom - 0.2, 1.3))
-    for left, top, columns, rows, mine, title in boxes:
-        ax.text(left, top + 0.3, title, fontsize=8)
+    for name, left, top, columns, rows, mine in places:
+        kinds = dict.fromkeys(access["kind"] for access in mine)
+        done = " and ".join({"load": "read", "store": "written"}[kind] for kind in kinds) or "not touched"
+        ax.text(left, top + 0.3, f"{name}: {done}", fontsize=8)
         _draw_elements(ax, left, top, columns, rows, mine, programs)
     return fig
 

@@ -7,10 +7,10 @@ __all__ = ['SHAPES', 'SHAPE_NAMES', 'LAST_TOKEN_ID', 'WORKLOADS', 'FIGURES', 'PE
            'MEASURED', 'model_folder', 'WorkloadRequest', 'Workload', 'draw_ids', 'draw_mixed', 'w1', 'ModelCosts',
            'WorkloadFloor', 'prefill_work', 'decode_work', 'workload_floor', 'w2', 'first_token_only', 'w3', 'w4', 'w5',
            'scaled', 'warm_up_batches', 'run_requests', 'warm_up', 'check_fits', 'run_workload', 'measure_workload',
-           'show_figure', 'best_peer', 'add_comparison', 'correlation_of', 'idle_times', 'check_profiling',
-           'profile_steps', 'engine_settings', 'peers_of', 'run_workloads']
+           'show_figure', 'best_peer', 'add_comparison', 'in_words', 'correlation_of', 'idle_times', 'check_profiling',
+           'profile_steps', 'engine_settings', 'peers_of', 'measure_all', 'ceilings_of', 'run_workloads']
 
-# %% ../nbs/36_workloads.ipynb #ee5eef80
+# %% ../nbs/36_workloads.ipynb #645e2d57
 import json
 import statistics
 import tempfile
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .bench import Ceilings, floor_seconds, host_loop_seconds, measure_ceilings
+from .bench import Ceilings, floor_seconds, host_loop_seconds, measure_ceilings, si
 from .config import DTYPES
 from .llm import LLM
 from .models.loader import resolve_model
@@ -184,7 +184,7 @@ class ModelCosts:
             touched = self.num_experts * (1 - missed)
         return self.dense_params + touched * self.expert_params + self.head_params
 
-# %% ../nbs/36_workloads.ipynb #7d5ac4c2
+# %% ../nbs/36_workloads.ipynb #f401d754
 class WorkloadFloor(NamedTuple):
     "The least seconds that a workload can take"
     prefill: float
@@ -209,7 +209,7 @@ def prefill_work(
     flops += costs.attention_flops * pairs
     return itemsize * (costs.params_read(new) + costs.kv_size * shared), flops
 
-
+# %% ../nbs/36_workloads.ipynb #4e810320
 def decode_work(
     workload: Workload,
     costs: ModelCosts,
@@ -294,7 +294,7 @@ def scaled(
     before, num_shared = list(map(shorter, workload.before)), share(workload.num_shared)
     return replace(workload, requests=requests, before=before, num_shared=num_shared)
 
-# %% ../nbs/36_workloads.ipynb #8f5a4a9e
+# %% ../nbs/36_workloads.ipynb #34028843
 def warm_up_batches() -> list[list[WorkloadRequest]]:
     "Requests of many lengths, sampled and greedy, in a large batch and small ones"
     rng = Random("warmup")
@@ -305,7 +305,7 @@ def warm_up_batches() -> list[list[WorkloadRequest]]:
     short = [WorkloadRequest(draw_ids(rng, 60), 8, 0.6) for _ in range(5)]
     return [mixed, short, [WorkloadRequest(draw_ids(rng, 130), 16, 0.0)]]
 
-
+# %% ../nbs/36_workloads.ipynb #cb3028a9
 def run_requests(
     llm: LLM,
     requests: list[WorkloadRequest],
@@ -326,12 +326,12 @@ def run_requests(
 
 
 def warm_up(llm: LLM):
-    "Run them, as far as they fit"
+    "Run the warm-up's requests, as far as they fit"
     for requests in warm_up_batches():
         fitting = [r for r in requests if len(r.prompt) + r.max_tokens <= llm.engine.max_model_len]
         run_requests(llm, fitting)
 
-
+# %% ../nbs/36_workloads.ipynb #78c998fc
 def check_fits(llm: LLM, workload: Workload):
     "A ValueError for a workload with more token ids or tokens than the engine admits"
     if (vocab_size := llm.engine.model_config.vocab_size) <= LAST_TOKEN_ID:
@@ -392,7 +392,7 @@ def show_figure(row: dict) -> str:
         return f"{row[name]:.3g} s"
     return f"{row[name]:,.0f} {name.split('_')[0]} tokens/s"
 
-# %% ../nbs/36_workloads.ipynb #82dc6b0b
+# %% ../nbs/36_workloads.ipynb #2b5d0655
 PEERS_ABOUT = "best of several runs, NVIDIA H200, torch 2.11, triton 3.6, bfloat16, 2026-11-29"
 PEERS = {  # shape -> workload -> engine -> seconds; W2: of a token, "start-up": of the constructor
     "A": {
@@ -431,7 +431,7 @@ def best_peer(
     seconds = PEERS.get(model, {}).get(name, {})
     return min(seconds.items(), key=lambda item: item[1], default=(None, None))
 
-
+# %% ../nbs/36_workloads.ipynb #8938e026
 def add_comparison(
     row: dict,    # of `measure_workload`; gets the floor and the fastest peer
     model: str,   # a key of `PEERS`, or another
@@ -449,6 +449,26 @@ def add_comparison(
     peer, theirs = best_peer(model, row["workload"]) if row["scale"] == 1 else (None, None)
     row.update(floor_seconds=floor, share_of_floor=floor / seconds, peer=peer, peer_seconds=theirs)
     row["ratio_to_peer"] = seconds / theirs if peer else None  # below 1: we are faster
+
+# %% ../nbs/36_workloads.ipynb #54077f15
+def in_words(
+    row: dict,  # of `measure_workload`, with its comparison
+) -> dict[str, str]:  # column -> what a table shows
+    "A row for a reader"
+    unit, peer, ratio = "seconds_per_token" if "seconds_per_token" in row else "seconds", "", ""
+    if row["peer"]:
+        peer = f"{row['peer']}: {si(row['peer_seconds'], 's')}"
+        ratio = f"{row['ratio_to_peer']:.2f}"
+    return {
+        "workload": row["workload"],
+        "figure": show_figure(row),
+        "seconds": si(row[unit], "s"),
+        "floor": si(row["floor_seconds"], "s"),
+        "share": f"{row['share_of_floor']:.0%}",
+        "fastest peer": peer,
+        "ours / theirs": ratio,
+        "Python loop": si(row["host_loop_seconds"], "s"),
+    }
 
 # %% ../nbs/36_workloads.ipynb #c094df32
 KERNEL, LAUNCH = {"kernel"}, {"cuda_runtime", "cuda_driver"}  # categories in a trace
@@ -488,7 +508,7 @@ def idle_times(
     seconds = {name: 1e-6 * value for name, value in seconds.items()}
     return seconds | shares | {"num_kernels": len(kernels)}
 
-# %% ../nbs/36_workloads.ipynb #0cb81205
+# %% ../nbs/36_workloads.ipynb #a538401b
 def check_profiling(llm: LLM):
     "A ValueError where there is no GPU to watch"
     if llm.engine.config.device == "cpu":
@@ -507,7 +527,8 @@ def profile_steps(
         SamplingParams(temperature=r.temperature, max_tokens=r.max_tokens, ignore_eos=True)
         for r in workload.requests
     ]
-    with llm.queued([r.prompt for r in workload.requests], params, final_only=True):
+    prompts, priorities = [r.prompt for r in workload.requests], [0] * len(params)
+    with llm.queued(prompts, params, priorities, final_only=True):
         for _ in range(skip):
             llm.step()
         torch.cuda.synchronize()
@@ -521,7 +542,7 @@ def profile_steps(
     name = f"{workload.name}, steps {skip} to {skip + steps}"
     return dict(workload=name, num_steps=steps, **times)
 
-# %% ../nbs/36_workloads.ipynb #836f9f60
+# %% ../nbs/36_workloads.ipynb #b35d6ac3
 def engine_settings(llm: LLM) -> dict:
     "What the engine ran with, where the configuration says nothing too"
     engine = llm.engine
@@ -537,14 +558,44 @@ def peers_of(about: dict) -> str:  # a key of `PEERS`, if there are any
     num_gpus = about["settings"]["tensor_parallel_size"]
     return about["model"] if num_gpus == 1 else f"{about['model']} x {num_gpus}"
 
+# %% ../nbs/36_workloads.ipynb #81dd6ee2
+def measure_all(
+    llm: LLM,
+    names: list[str],  # of workloads
+    repeat: int,
+    scale: float,
+    profile: bool,     # also trace some steps of W1
+) -> list[dict]:       # a row per workload, and one for the trace
+    "Warm up and run workloads; what can't be run is an error before anything has"
+    for name in names:
+        check_fits(llm, scaled(WORKLOADS[name](), scale))
+    if profile:
+        check_profiling(llm)
+    warm_up(llm)
+    rows = [measure_workload(llm, name, repeat, scale) for name in names]
+    if profile:  # of a variant that no run has put into the cache
+        rows.append(profile_steps(llm, scaled(w1(2 * repeat), scale)))
+    return rows
 
+
+def ceilings_of(
+    settings: dict,  # of `engine_settings`
+    ceilings: Ceilings | None = None,  # of one device; None measures them
+) -> Ceilings:
+    "Of all that the engine ran on: several GPUs read and multiply side by side"
+    device = settings["device"]
+    ceilings = ceilings or measure_ceilings(device, DTYPES[settings["dtype"]])
+    num_devices = 1 if device == "cpu" else settings["tensor_parallel_size"]
+    return Ceilings(*(num_devices * ceiling for ceiling in astuple(ceilings)))
+
+# %% ../nbs/36_workloads.ipynb #1e928a90
 def run_workloads(
     model: str,            # a key of `SHAPES`, or a model as `LLM` takes it
     names: list[str],      # of workloads
     repeat: int = 1,       # runs of each
     scale: float = 1.0,    # as for `scaled`
     profile: bool = False, # also trace some steps of W1
-    ceilings: Ceilings | None = None,  # of this machine; None measures them
+    ceilings: Ceilings | None = None,  # of one of its devices; None measures them
     **options,             # of the engine; its defaults otherwise
 ) -> list[dict]:           # first the engine, then a row per workload
     "Build an engine, warm it up, run workloads, and put each beside its floor and the fastest peer"
@@ -561,23 +612,13 @@ def run_workloads(
         with LLM(folder, **options) as llm:
             about = {"model": model, "start_up_seconds": time.perf_counter() - start}
             about |= {"settings": engine_settings(llm), "host_loop_seconds": host_loop_seconds()}
-            for name in names:
-                check_fits(llm, scaled(WORKLOADS[name](), scale))
-            if profile:
-                check_profiling(llm)
-            warm_up(llm)
-            rows = [measure_workload(llm, name, repeat, scale) for name in names]
-            # of a variant that no run has put into the cache
-            profiled = [profile_steps(llm, scaled(w1(2 * repeat), scale))] if profile else []
-    settings, costs = about["settings"], ModelCosts.from_config(config)
-    dtype, device = DTYPES[settings["dtype"]], settings["device"]
-    ceilings = ceilings or measure_ceilings(device, dtype)
-    if device != "cpu":  # several GPUs read and multiply side by side
-        num_gpus = settings["tensor_parallel_size"]
-        ceilings = Ceilings(*(num_gpus * ceiling for ceiling in astuple(ceilings)))
+            rows = measure_all(llm, names, repeat, scale, profile)
+    ceilings = ceilings_of(about["settings"], ceilings)
+    costs, itemsize = ModelCosts.from_config(config), DTYPES[about["settings"]["dtype"]].itemsize
     for row in rows:
-        add_comparison(row, peers_of(about), costs, ceilings, dtype.itemsize)
-    return [about | {"ceilings": asdict(ceilings)}, *rows, *profiled]
+        if "seconds" in row:
+            add_comparison(row, peers_of(about), costs, ceilings, itemsize)
+    return [about | {"ceilings": asdict(ceilings)}, *rows]
 
 # %% ../nbs/36_workloads.ipynb #e389ee2e
 # what a stored result depends on, the engine apart

@@ -186,7 +186,7 @@ CASES = [Case(*case) for case in [
      "                raise TypeError(unknown_option(owner, name, names))", "                kwargs = {k: v for k, v in kwargs.items() if k != name}"),
     ("F69", "token ids outside of the vocabulary",
      "test_engine.py::test_a_bad_prompt_harms_nobody", "engine/llm_engine.py",
-     "        if not fine:  # one by one", "        if False:  # one by one"),
+     "    if not fine:  # one by one", "    if False:  # one by one"),
     ("F70", "an over-long prompt vanishes",
      "test_llm.py::test_an_over_long_prompt_is_no_silent_answer", "llm.py",
      '    except ValueError as error:\n        raise ValueError(f"prompt {i}: {error}") from error', "    except ValueError:\n        pass"),

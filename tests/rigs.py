@@ -9,6 +9,10 @@ from pathlib import Path
 import torch
 import transformers
 
+from minivllm.config import load_model_config
+from minivllm.models.loader import build_model, load_weights
+from minivllm.models.registry import get_model_class
+
 # vocabulary of a byte tokenizer with four special tokens; large weights make the argmax gaps clear
 TINY = dict(vocab_size=260, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
             intermediate_size=128, max_position_embeddings=256, rms_norm_eps=1e-6, tie_word_embeddings=False,
@@ -53,6 +57,18 @@ def tiny_model(
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model.save_pretrained(folder)
     return folder, model.to(DEVICE)
+
+
+def load(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    **options,  # of the model, such as its rank's group
+) -> torch.nn.Module:
+    "Our model, loaded from a folder"
+    config = load_model_config(folder)
+    model = build_model(get_model_class(config.architecture), config, dtype, DEVICE, max_position=256, **options)
+    load_weights(model, folder)
+    return model
 
 
 @torch.inference_mode()

@@ -1,4 +1,7 @@
 "Recorded decode steps: what is packed, what padding may touch, and the same tokens as without; on a CPU a recorded step is the step again"
+import gc
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +14,7 @@ from minivllm.engine import model_runner
 from minivllm.engine.batch import prepare_decode, prepare_sample
 from minivllm.engine.block_manager import BlockManager
 from minivllm.engine.cuda_graph import (
-    FIELDS, PADDING, DecodeGraphs, graph_sizes, num_shared_tiles, pack_step, step_bytes, step_fields, step_parts,
+    FIELDS, PADDING, DecodeGraphs, graph_sizes, num_shared_tiles, pack_step, record, step_bytes, step_fields, step_parts,
     leave_tokens, leave_tokens_kernel, take_tokens, take_tokens_kernel,
 )
 from minivllm.engine.sequence import Sequence
@@ -203,7 +206,7 @@ def test_graphs_are_recorded_on_gpus_unless_asked_not_to(monkeypatch):
 
 def test_buffers_hold_the_largest_batch():
     graphs = DecodeGraphs(lambda fields, shared: fields["token_ids"] + 1, 20, 3, DEVICE)
-    assert graphs.sizes == [1, 2, 4, 8, 16, 20] and len(graphs.buffer) == step_bytes(20, 3)
+    assert graphs.sizes == [1, 2, 4, 8, 16, 20] and len(graphs.buffers.on_device) == step_bytes(20, 3)
     assert [graphs.size_for(n) for n in (1, 3, 5, 17, 20)] == [1, 4, 8, 20, 20]
     graphs.capture_all()
     seqs = decodes(3, block_size=16)
@@ -211,3 +214,49 @@ def test_buffers_hold_the_largest_batch():
     assert tokens.tolist() == [seq.token_ids[-1] + 1 for seq in seqs]
     again = graphs.replay(prepare_decode(seqs), prepare_sample(seqs), np.array([2, 0, -1]), 1)
     assert again.tolist() == [seqs[2].token_ids[-1] + 2, seqs[0].token_ids[-1] + 2, seqs[2].token_ids[-1] + 1]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_collected_while_recording(fails, monkeypatch):
+    "A dropped engine's graphs, freed in the middle of a recording, would end it"
+    collects = []
+
+    class Graph:
+        capture_begin = capture_end = lambda self, *args, **options: None
+
+    class Stream:
+        synchronize = lambda self: None
+
+    def fn():
+        collects.append(gc.isenabled())
+        if fails and len(collects) == 2:
+            raise RuntimeError("while recording")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        record(fn)
+    assert collects == [True, False] and gc.isenabled()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_graph_that_is_dropped_while_another_is_recorded():
+    x = torch.zeros(4, device="cuda")
+
+    class Cycle:
+        "Is freed by the garbage collector only"
+
+        def __init__(self):
+            self.itself, self.graph = self, record(lambda: x.add_(1))
+
+    def fn():
+        [[] for _ in range(100_000)]  # enough for the collector to start
+        x.mul_(2)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        Cycle()
+        graph = record(fn)
+        before = x.clone()
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(x, 2 * before)

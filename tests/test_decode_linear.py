@@ -131,9 +131,10 @@ def test_no_rows(op, device):
     assert OPS[op][1](*arguments(op, 0, (40, 96), device=device)).shape == (0, 40)
 
 
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("op", OPS)
-def test_arguments_stay_as_they_are(op, small_tiles):
-    args = arguments(op, 3, (20, 64))
+def test_arguments_stay_as_they_are(op, device, small_tiles):
+    args = arguments(op, 3, (20, 64), device=device)
     before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
     OPS[op][1](*args)
     assert all(torch.equal(a, b) for a, b in zip(args, before) if isinstance(a, torch.Tensor))

@@ -1,16 +1,19 @@
 "Groups and collectives: what each rank gets, and that a failing rank never leaves the others waiting"
 import os
 import signal
+import sys
 import threading
 import time
 from multiprocessing import shared_memory
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from minivllm.distributed import (
-    SINGLE, PeerMemory, PretendGroup, ProcessGroup, TensorParallelGroup, buffer_bytes, divide, environment, open_store, run_ranks,
+    SINGLE, PeerMemory, PretendGroup, ProcessGroup, TensorParallelGroup, buffer_bytes, divide, environment, leave_memory,
+    open_store, run_ranks, share_memory,
 )
 from minivllm.engine.worker import WorkerError
 from tp_rig import Ranks, one_shot_input
@@ -231,3 +234,78 @@ def test_a_rank_that_ends_while_rank_0_waits_inside_gloo(how):
             ranks.run("fail_on", 2)
     ranks.close()
     assert time.monotonic() - start < 10
+
+
+class FakeDriver(ModuleType):
+    "Stands in for the CUDA driver, of which another process's memory has the handle hhh..."
+
+    CUipcMem_flags, CUipcMemHandle = SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1), SimpleNamespace
+
+    def __init__(self, error=0):
+        super().__init__("cuda.bindings.driver")
+        self.error, self.calls = error, []
+
+    def cuMemAlloc(self, nbytes):
+        return self.error, 4096
+
+    def cuMemsetD8(self, address, value, nbytes):
+        self.calls.append(("set", address, value, nbytes))
+        return 0,
+
+    def cuIpcGetMemHandle(self, address):
+        return 0, SimpleNamespace(reserved=b"o" * 64)
+
+    def cuIpcOpenMemHandle(self, handle, flags):
+        assert handle.reserved == b"h" * 64 and flags == 1
+        return 0, 8192
+
+    def cuMemFree(self, address):
+        self.calls.append(("free", address))
+        return 0,
+
+    def cuIpcCloseMemHandle(self, address):
+        self.calls.append(("close", address))
+        return 0,
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    def install(driver):
+        package, bindings = ModuleType("cuda"), ModuleType("cuda.bindings")
+        package.bindings, bindings.driver = bindings, driver
+        for name, module in (("cuda", package), ("cuda.bindings", bindings), ("cuda.bindings.driver", driver)):
+            monkeypatch.setitem(sys.modules, name, module)
+        return driver
+    return install
+
+
+def test_memory_is_offered_found_and_given_back(driver):
+    fake, store = driver(FakeDriver()), open_store(2)
+    store.set("memory of rank 0", b"h" * 64)
+    addresses = share_memory(1, 2, store)
+    assert addresses == [8192, 4096] and store.get("memory of rank 1") == b"o" * 64
+    leave_memory(1, addresses)
+    assert fake.calls == [("set", 4096, 0, buffer_bytes(2)), ("close", 8192), ("free", 4096)]
+
+
+class OutOfMemory(int):
+    name = "CUDA_ERROR_OUT_OF_MEMORY"
+
+
+def test_who_has_no_memory_says_so_before_it_fails(driver):
+    driver(FakeDriver(OutOfMemory(2)))
+    store = open_store(2)
+    with pytest.raises(RuntimeError, match="cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"):
+        share_memory(0, 2, store)
+    assert store.get("memory of rank 0") == b""
+    driver(FakeDriver())
+    with pytest.raises(RuntimeError, match="rank 0 has no memory to share"):
+        share_memory(1, 2, store)
+
+
+def test_without_the_driver_others_are_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    store = open_store(2)
+    with pytest.raises(ImportError):
+        share_memory(0, 2, store)
+    assert store.get("memory of rank 0") == b""

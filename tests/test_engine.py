@@ -13,7 +13,7 @@ from rigs import tiny_model
 
 from minivllm import LLMEngine, SamplingParams
 from minivllm.engine.block_manager import BlockManager
-from minivllm.engine.llm_engine import chat_end_token_ids
+from minivllm.engine.llm_engine import Request, chat_end_token_ids
 from minivllm.engine.model_runner import ModelRunner
 from minivllm.engine.scheduler import Scheduler
 from minivllm.engine.sequence import Sequence
@@ -426,7 +426,7 @@ def test_after_a_failing_step_its_requests_can_be_given_up(folder):
 PLACES = {
     "schedule": (Scheduler, "schedule"), "admit": (BlockManager, "allocate_with_cache"), "take": (BlockManager, "append"),
     "count": (BlockManager, "cache_full_blocks"), "append": (Sequence, "set_unknown_token"), "end": (BlockManager, "deallocate"),
-    "finish": (Sequence, "finish"), "text": (Detokenizer, "update"), "output": (LLMEngine, "output"), "add": (Scheduler, "add"),
+    "finish": (Sequence, "finish"), "text": (Detokenizer, "update"), "output": (Request, "output"), "add": (Scheduler, "add"),
     "abort": (Scheduler, "abort"), "advance": (Scheduler, "advance"), "resolve": (Scheduler, "resolve"),
 }
 

@@ -324,6 +324,9 @@ def test_ranks_hold_slices_of_every_expert(world_size):
         return layer(x), layer.w13.weight, layer.w2.weight
     outs, w13, w2 = zip(*run_ranks(on_rank, world_size))
     for out in outs: torch.testing.assert_close(out, whole(x), atol=1e-4, rtol=1e-4)
+    norm = RMSNorm(16)
+    for out in run_ranks(lambda tp: moe_layer(tp, size=12)[0].add_to(x, norm), world_size):
+        torch.testing.assert_close(out, whole.add_to(x, norm), atol=1e-4, rtol=1e-4)
     gates, ups = zip(*(w.chunk(2, dim=1) for w in w13))
     assert torch.equal(torch.cat((*gates, *ups), 1), whole.w13.weight)
     assert torch.equal(torch.cat(w2, 2), whole.w2.weight)

@@ -9,7 +9,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-from byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer, model_folder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -33,11 +32,6 @@ def fuzz(share, full=2000):
 def run(examples, strategies, body):
     "Give a body examples of these strategies"
     examples(given(*strategies)(body))()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return model_folder(tmp_path_factory.mktemp("fuzz") / "model", byte_tokenizer(chat_template=CHAT_TEMPLATE))
 
 
 @pytest.fixture(scope="module")

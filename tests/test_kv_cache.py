@@ -96,7 +96,7 @@ def test_a_cache_with_gaps_is_refused(store, which):
 @pytest.mark.parametrize(
     "kv_shape, dtype, num_slots, message",
     [
-        ((2, 3, 8), torch.float16, 2, "float16 can't go into caches of torch.float32"),
+        ((2, 3, 8), torch.float16, 2, "float16 doesn't go with caches of torch.float32"),
         ((2, 3, 8), torch.float32, 3, "2 tokens, but slots for 3"),
         ((2, 2, 8), torch.float32, 2, "don't fit"),
         ((2, 3, 4), torch.float32, 2, "don't fit"),

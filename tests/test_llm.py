@@ -24,11 +24,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = ["one", "twenty-two", "three!", "fo", "five and more"]
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    return model_folder(tmp_path_factory.mktemp("llm") / "model", byte_tokenizer(chat_template=CHAT_TEMPLATE))
-
-
 @pytest.fixture
 def llm(folder):
     with LLM(str(folder), **T0) as llm:
@@ -36,7 +31,7 @@ def llm(folder):
         if llm.engine.runner: check_idle(llm)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def alone(folder):
     "What each prompt gives when it is the only one"
     with LLM(str(folder), **T0) as llm: return [tokens(llm.generate(p, GREEDY, use_tqdm=False))[0] for p in PROMPTS]

@@ -8,7 +8,6 @@ import time
 import weakref
 
 import pytest
-from byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer, model_folder
 
 import minivllm.llm_async
 from minivllm import LLM, AsyncLLM, SamplingParams
@@ -19,11 +18,6 @@ LENGTHS = (20, 3, 11, 30, 8)
 
 
 def greedy(n): return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return model_folder(tmp_path_factory.mktemp("async") / "model", byte_tokenizer(chat_template=CHAT_TEMPLATE))
 
 
 @pytest.fixture(scope="module")

@@ -5,37 +5,12 @@ import warnings
 
 import pytest
 import torch
-from rigs import DEVICE, TINY, edit_config, reference_logits, tiny_model
+from rigs import DEVICE, TINY, edit_config, load, reference_logits, tiny_model
 from safetensors.torch import load_file, save_file
 
 from minivllm import LLM, SamplingParams
-from minivllm.config import load_model_config
-from minivllm.models.loader import (
-    CheckpointError, build_model, checkpoint_files, init_dummy_weights, iter_checkpoint, load_weights, resolve_model,
-)
+from minivllm.models.loader import CheckpointError, checkpoint_files, init_dummy_weights, iter_checkpoint, resolve_model
 from minivllm.models.registry import get_model_class, register_model, registered_models
-
-
-@pytest.fixture
-def checkpoint(tmp_path):
-    "A copy of a tiny checkpoint that a test may damage, and a function that rewrites its tensors"
-    def copy(name="qwen3"):
-        folder = tmp_path / name
-        shutil.copytree(tiny_model(name)[0], folder)
-        def rewrite(change):
-            tensors = load_file(folder / "model.safetensors")
-            change(tensors)
-            save_file(tensors, folder / "model.safetensors")
-        return folder, rewrite
-    return copy
-
-
-def load(folder):
-    "Our model, loaded from a folder"
-    config = load_model_config(folder)
-    model = build_model(get_model_class(config.architecture), config, torch.float32, DEVICE, max_position=256)
-    load_weights(model, folder)
-    return model
 
 
 def greedy(folder, prompt=(1, 2, 3, 4, 5)):

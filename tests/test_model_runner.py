@@ -11,9 +11,12 @@ from rigs import DEVICE, RIGS, check_greedy, reference_logits, tiny_model
 
 from minivllm.config import EngineConfig, load_model_config
 from minivllm.engine import model_runner
+from minivllm.engine.batch import prepare_extras, prepare_sample
 from minivllm.engine.block_manager import BlockManager
 from minivllm.engine.kv_pool import GIB
-from minivllm.engine.model_runner import ModelRunner, dummy_seqs, largest_step
+from minivllm.engine.model_runner import (
+    ModelRunner, dummy_seqs, largest_step, measure_budget, peak_of, warmup_model,
+)
 from minivllm.engine.sequence import Sequence
 from minivllm.layers.attention import ATTENTION_BACKENDS, FlashAttentionBackend, TritonAttentionBackend
 from minivllm.models.loader import CheckpointError
@@ -238,16 +241,16 @@ def test_largest_step_uses_up_whatever_is_allowed(max_num_seqs, budget, longest)
 
 
 @pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=3), dict(max_num_seqs=1), dict(max_model_len=2), dict(block_size=16)])
-def test_warmup_runs_the_largest_step_and_leaves_no_cache(options):
+def test_warmup_runs_the_largest_step_and_leaves_no_cache(options, monkeypatch):
     runner, ran = make_runner(**options), []
 
-    def peak_of(seqs, num_tokens):
+    def peak_of(runner, seqs, num_tokens):
         assert len(runner.kv_caches[0][0]) == 1  # one block is enough
         ran.append((seqs, num_tokens, runner.run(seqs, num_tokens)))
         return 123
 
-    runner.peak_of = peak_of
-    assert runner.warmup_model() == 123 and runner.kv_caches == []
+    monkeypatch.setattr(model_runner, "peak_of", peak_of)
+    assert warmup_model(runner) == 123 and runner.kv_caches == []
     (seqs, num_tokens, token_ids), = ran
     config, longest = runner.config, runner.max_model_len - 1
     assert num_tokens == largest_step(config.max_num_seqs, config.max_num_batched_tokens, longest)
@@ -255,13 +258,13 @@ def test_warmup_runs_the_largest_step_and_leaves_no_cache(options):
     assert all(token_id >= 0 for token_id in token_ids)  # every row is sampled
 
 
-def test_a_warmup_that_does_not_fit_says_what_to_lower():
+def test_a_warmup_that_does_not_fit_says_what_to_lower(monkeypatch):
     runner = make_runner()
 
-    def peak_of(seqs, num_tokens): raise torch.OutOfMemoryError("CUDA out of memory")
+    def peak_of(*args): raise torch.OutOfMemoryError("CUDA out of memory")
 
-    runner.peak_of = peak_of
-    with pytest.raises(MemoryError, match="64 tokens of 4 sequences.*63.*lower max_num_batched_tokens"): runner.warmup_model()
+    monkeypatch.setattr(model_runner, "peak_of", peak_of)
+    with pytest.raises(MemoryError, match="64 tokens of 4 sequences.*63.*lower max_num_batched_tokens"): warmup_model(runner)
     assert runner.kv_caches == []
 
 
@@ -284,16 +287,17 @@ def test_the_peak_counts_neither_workspaces_nor_first_choices(monkeypatch):
                 max_memory_reserved=lambda device: state["peak"])
     for name, function in fake.items(): monkeypatch.setattr(torch.cuda, name, function)
     runner = SimpleNamespace(device="cuda", block_size=4, run=run)
-    assert ModelRunner.peak_of(runner, [None], [8]) == 7
+    assert peak_of(runner, [None], [8]) == 7
 
 
 def test_budget_on_a_gpu(monkeypatch):
     "Who holds what is told apart, in bytes, and kept; workspaces are ours, not others'"
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 11 * GIB)
-    runner = SimpleNamespace(device="cuda", memory={"weights": 10 * GIB}, warmup_model=lambda: 5 * GIB, uses_graphs=lambda: False,
+    monkeypatch.setattr(model_runner, "warmup_model", lambda runner: 5 * GIB)
+    runner = SimpleNamespace(device="cuda", memory={"weights": 10 * GIB}, uses_graphs=lambda: False,
                              config=SimpleNamespace(gpu_memory_utilization=0.9))
-    assert ModelRunner.measure_budget(runner) == 35 * GIB
+    assert measure_budget(runner) == 35 * GIB
     assert runner.memory == {"weights": 10 * GIB, "others": 29 * GIB, "activations": 5 * GIB, "total": 80 * GIB}
 
 
@@ -432,9 +436,10 @@ def test_kernels_are_launched_on_the_runners_device(monkeypatch):
     with model_runner.current_device("cpu"): assert current == []
     with model_runner.current_device("cuda:1"): assert current == ["cuda:1"]
     monkeypatch.setattr(model_runner, "current_device", lambda device: Device("cuda:1"))
-    for name in ("load_model", "choose_num_kv_blocks", "allocate_kv_cache", "run_model"):
-        method = getattr(ModelRunner, name)
-        monkeypatch.setattr(ModelRunner, name, lambda *args, name=name, method=method: seen.append((name, *current)) or method(*args))
+    for owner, name in ((model_runner, "load_model"), (ModelRunner, "choose_num_kv_blocks"),
+                        (ModelRunner, "allocate_kv_cache"), (ModelRunner, "run_model")):
+        fn = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, name=name, fn=fn: seen.append((name, *current)) or fn(*args))
     runner = make_runner(device="cpu")
     generate(runner, PROMPT, num_output_tokens=2)
     assert [name for name, *_ in seen] == ["load_model", "choose_num_kv_blocks", "allocate_kv_cache", "run_model", "run_model"]
@@ -537,7 +542,7 @@ def test_the_largest_step_runs_beside_the_pool_and_within_its_reserve():
     num_tokens = largest_step(32, 2048, 255)
     for params in (SamplingParams(top_k=259), SamplingParams(), GREEDY):
         seqs = dummy_seqs(num_tokens, 255, 4, params)
-        assert runner.peak_of(seqs, num_tokens) <= runner.memory["activations"] + 20 * 2**20  # a segment of the allocator
+        assert peak_of(runner, seqs, num_tokens) <= runner.memory["activations"] + 20 * 2**20  # a segment of the allocator
 
 
 @needs_gpu
@@ -556,3 +561,13 @@ def test_a_failed_start_gives_the_gpu_its_memory_back():
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= before and "KV blocks" in str(info.value)
+
+
+def test_a_rank_that_is_told_its_tokens_needs_no_logits():
+    "In the warm-up all ranks have a request with penalties and log-probabilities; only rank 0 has logits"
+    runner = make_runner()
+    runner.tp = SimpleNamespace(rank=1, world_size=2, broadcast=lambda tokens: tokens.fill_(7))
+    seq = Sequence(0, PROMPT, SamplingParams(presence_penalty=1.0, logprobs=2), runner.block_size)
+    newest = torch.tensor(PROMPT[-1:], device=DEVICE)
+    tokens, logprobs = runner.draw(None, newest, prepare_sample([seq]), prepare_extras([seq]))
+    assert tokens.tolist() == [7] and len(logprobs) == 0

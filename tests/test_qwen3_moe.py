@@ -1,13 +1,12 @@
 "Qwen3-MoE and Mixtral: logits and greedy tokens of transformers, from per-expert checkpoints, on one rank and on several"
 import json
 import random
-import shutil
 
 import pytest
 import torch
 import transformers
-from rigs import DEVICE, RIGS, check_greedy, edit_config, reference_logits, tiny_model
-from safetensors.torch import load_file, save_file
+from rigs import DEVICE, RIGS, check_greedy, edit_config, load, reference_logits, tiny_model
+from safetensors.torch import load_file
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import ExpertsConfig, ModelConfig, load_model_config
@@ -15,9 +14,8 @@ from minivllm.distributed import TensorParallelGroup, run_ranks
 from minivllm.layers.attention import ForwardContext
 from minivllm.layers.fused_moe import FusedMoE
 from minivllm.models.llama import LlamaMLP
-from minivllm.models.loader import CheckpointError, build_model, init_dummy_weights, load_weights
+from minivllm.models.loader import CheckpointError, build_model, init_dummy_weights
 from minivllm.models.qwen3_moe import MixtralForCausalLM, Qwen3MoeForCausalLM
-from minivllm.models.registry import get_model_class
 
 
 def qwen3_moe(top_k=2, **options):
@@ -43,29 +41,6 @@ def rigs():
     RIGS.update(MOE)
     yield
     for name in MOE: del RIGS[name]
-
-
-@pytest.fixture
-def checkpoint(tmp_path):
-    "A copy of a tiny checkpoint that a test may damage, and a function that rewrites its tensors"
-    def copy(name):
-        folder = tmp_path / name
-        shutil.copytree(tiny_model(name)[0], folder)
-        def rewrite(change):
-            tensors = load_file(folder / "model.safetensors")
-            change(tensors)
-            save_file(tensors, folder / "model.safetensors")
-        return folder, rewrite
-    return copy
-
-
-def load(folder, tp=None, dtype=torch.float32):
-    "Our model, loaded from a folder"
-    config = load_model_config(folder)
-    options = {} if tp is None else dict(tp=tp)
-    model = build_model(get_model_class(config.architecture), config, dtype, DEVICE, max_position=256, **options)
-    load_weights(model, folder)
-    return model
 
 
 @torch.inference_mode()
@@ -203,7 +178,7 @@ def test_ranks_together_equal_one(name, world_size):
     folder, _ = tiny_model(name)
     whole = load(folder)
     # building sets a process-wide default dtype, which threads share: one after another
-    models = [load(folder, TensorParallelGroup(rank, world_size)) for rank in range(world_size)]
+    models = [load(folder, tp=TensorParallelGroup(rank, world_size)) for rank in range(world_size)]
     for layers in zip(*(model.model.layers for model in models)):
         for mlp, part in ((l.mlp, i) for i, l in enumerate(layers) if isinstance(l.mlp, FusedMoE)):
             full = whole.model.layers[layers[0].self_attn.attn.layer_idx].mlp

@@ -215,10 +215,10 @@ def test_outputs_are_small(notebooks):
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
-    "A wheel built from a copy of the repository, unpacked far away from it"
+    "A wheel built from a source archive of the repository, unpacked far away from it"
     tmp = tmp_path_factory.mktemp("wheel")
     repo = copy_to(tmp / "repo")
-    python("-m", "build", "--wheel", "--no-isolation", "--outdir", tmp / "dist", repo, cwd=tmp)
+    python("-m", "build", "--no-isolation", "--outdir", tmp / "dist", repo, cwd=tmp)  # the archive, and of it the wheel
     (built,) = (tmp / "dist").glob("*.whl")
     with zipfile.ZipFile(built) as archive:
         archive.extractall(tmp / "unpacked")

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from byte_tokenizer import byte_tokenizer
+from processes import LIMIT, is_alive, within
 from rigs import TINY, tiny_model
 
 import minivllm
@@ -24,23 +25,8 @@ from minivllm.engine import model_runner
 from minivllm.engine.model_runner import ModelRunner, check_shards
 from minivllm.engine.worker import WorkerError, Workers
 
-LIMIT = 10.0  # seconds within which everything must have noticed
 T0 = dict(skip_tokenizer_init=True, device="cpu", dtype="float32", block_size=4, num_kv_blocks=16, max_model_len=64,
           max_num_batched_tokens=16, max_num_seqs=4)
-
-
-def within(condition, seconds=LIMIT):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
-def is_alive(pid):
-    try:
-        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def workload(vocab_size=256, num_requests=8, seed=0):

@@ -10,27 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import LIMIT, is_alive, within
 
 import minivllm
 import worker_rig
 from minivllm.engine import worker
 from minivllm.engine.worker import LENGTH_BYTES, NUMBER_BYTES, MessageRing, WorkerError, Workers
-
-LIMIT = 10.0  # seconds within which everything must have noticed
-
-
-def within(condition, seconds=LIMIT):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
-def is_alive(pid):
-    try:
-        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def segments():

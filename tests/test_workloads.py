@@ -1,6 +1,7 @@
 "The workloads: the same ids everywhere, floors by hand, rows that say what happened, and gaps in a trace"
 import hashlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -360,6 +361,27 @@ def test_shares():
 def test_a_trace_without_kernels():
     with pytest.raises(ValueError, match="no kernels"):
         idle_times({"traceEvents": [event("cpu_op", 0, 1, 1)]})
+
+
+def test_profile_traces_the_steps_of_its_window(llm, monkeypatch):
+    "Without a GPU: the profiler is a stand-in that counts; all else is the real way"
+    steps, step, window = [], llm.step, []
+
+    class Profiler:
+        def __init__(self, activities): pass
+        def __enter__(self):
+            window.append(len(steps))
+            return self
+        def __exit__(self, *error): window.append(len(steps))
+        def export_chrome_trace(self, path): Path(path).write_text(json.dumps({"traceEvents": [event("kernel", 0, 10, 1)]}))
+
+    monkeypatch.setattr("minivllm.workloads.check_profiling", lambda llm: None)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("torch.profiler.profile", Profiler)
+    monkeypatch.setattr(llm, "step", lambda: (steps.append(1), step())[1])
+    times = profile_steps(llm, scaled(w1(), 0.02), skip=3, steps=4)
+    assert window == [3, 7] and (times["workload"], times["num_steps"], times["num_kernels"]) == ("W1, steps 3 to 7", 4, 1)
+    assert not llm.engine.has_unfinished_requests() and not llm.outputs
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a GPU")

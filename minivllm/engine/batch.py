@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['pad_block_tables', 'sampled_seqs', 'Batch', 'slots', 'prepare_prefill', 'prepare_decode', 'unknown_rows',
-           'SamplingBatch', 'prepare_sample', 'SamplingExtras', 'prompt_array', 'prepare_penalties', 'prepare_extras',
-           'to_device']
+           'SamplingBatch', 'prepare_sample', 'SamplingExtras', 'prompt_array', 'prepare_penalties', 'banned_tokens',
+           'prepare_extras', 'to_device']
 
 # %% ../../nbs/27_engine.batch.ipynb #c3afef52
 from dataclasses import dataclass, fields
@@ -171,7 +171,7 @@ def prepare_sample(
         **filters,
     )
 
-# %% ../../nbs/27_engine.batch.ipynb #56688a01
+# %% ../../nbs/27_engine.batch.ipynb #c2160a8a
 @dataclass
 class SamplingExtras:
     "What some rows ask for beyond `SamplingBatch`, on the host; fields are None where no row asks"
@@ -186,7 +186,7 @@ class SamplingExtras:
     logprob_rows: np.ndarray | None  # `[num_asking]` int64
     num_logprobs: int = 0            # the most that one of them asks for
 
-
+# %% ../../nbs/27_engine.batch.ipynb #f70de1f7
 def prompt_array(seq: Sequence) -> np.ndarray:  # `[num_prompt_tokens]` int64
     "A prompt's token ids; as they never change, the array is made once"
     if seq.prompt_array is None:
@@ -194,8 +194,10 @@ def prompt_array(seq: Sequence) -> np.ndarray:  # `[num_prompt_tokens]` int64
     return seq.prompt_array
 
 
-def prepare_penalties(seqs: list[Sequence]) -> dict:
-    "The first fields of `SamplingExtras`"
+def prepare_penalties(
+    seqs: list[Sequence],  # the sequences of the sampled rows
+) -> dict:                 # the first six fields of `SamplingExtras`; None where no row has a penalty
+    "Tokens of the rows with penalties, and the penalties of all rows"
     token_ids, rows, is_output = [], [], []
     for row, seq in enumerate(seqs):
         if seq.sampling_params.penalizes:
@@ -209,37 +211,43 @@ def prepare_penalties(seqs: list[Sequence]) -> dict:
                 is_output.append(np.full(len(ids), whether))
     if not rows:
         return dict.fromkeys(("token_ids", "rows", "is_output", "repetition", "frequency", "presence"))
-    fields = {
+    factors = {
         name: np.array([getattr(seq.sampling_params, f"{name}_penalty") for seq in seqs], np.float32)
         for name in ("repetition", "frequency", "presence")
     }
     joined = dict(token_ids=token_ids, rows=rows, is_output=is_output)
-    return fields | {name: np.concatenate(parts) for name, parts in joined.items()}
+    return factors | {name: np.concatenate(parts) for name, parts in joined.items()}
+
+# %% ../../nbs/27_engine.batch.ipynb #c3dc894f
+def banned_tokens(
+    asking: list,            # (row, sequence) of those with extras
+) -> list[tuple[int, int]]:  # (row, token id)
+    "Ends of answers that are still too short, counted with the token that is on its way"
+    return [
+        (row, token_id) for row, seq in asking
+        if len(seq.token_ids) - seq.num_prompt_tokens < seq.sampling_params.min_tokens
+        for token_id in sorted(seq.stop_token_ids)
+    ]
 
 
 def prepare_extras(
-    seqs: list[Sequence],      # the sequences of the sampled rows
-) -> SamplingExtras | None:    # None: the sampler's own parameters are all that is needed
+    seqs: list[Sequence],    # the sequences of the sampled rows
+) -> SamplingExtras | None:  # None: the sampler's own parameters are all that is needed
     "What some rows ask for beyond the sampler's own parameters"
-    asking = [(row, seq, seq.sampling_params) for row, seq in enumerate(seqs) if seq.has_extras]
+    asking = [(row, seq) for row, seq in enumerate(seqs) if seq.has_extras]
     if not asking:
         return None
-    # the end of an answer that is still too short, counted with the token that is on its way
-    banned = [
-        (row, token_id) for row, seq, params in asking
-        if len(seq.token_ids) - seq.num_prompt_tokens < params.min_tokens
-        for token_id in sorted(seq.stop_token_ids)
-    ]
-    logprobs = {row: params.logprobs for row, _, params in asking if params.logprobs is not None}
-    penalties = prepare_penalties(seqs)
+    banned, penalties = banned_tokens(asking), prepare_penalties(seqs)
+    logprobs = {row: seq.sampling_params.logprobs for row, seq in asking}
+    logprobs = {row: number for row, number in logprobs.items() if number is not None}
     if not (banned or logprobs or penalties["rows"] is not None):
         return None  # who wanted a minimum has it
-    columns = np.array(banned, dtype=np.int64).reshape(-1, 2).T.copy()
-    banned_rows, banned_ids = columns if banned else (None, None)
-    logprob_rows = np.array(list(logprobs)) if logprobs else None
-    most = max(logprobs.values(), default=0)
-    return SamplingExtras(**penalties, banned_rows=banned_rows, banned_ids=banned_ids,
-                          logprob_rows=logprob_rows, num_logprobs=most)
+    banned_rows, banned_ids = np.array(banned).T.copy() if banned else (None, None)
+    return SamplingExtras(
+        **penalties, banned_rows=banned_rows, banned_ids=banned_ids,
+        logprob_rows=np.array(list(logprobs)) if logprobs else None,
+        num_logprobs=max(logprobs.values(), default=0),
+    )
 
 # %% ../../nbs/27_engine.batch.ipynb #d8a93d5a
 def to_device(

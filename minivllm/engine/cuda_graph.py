@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['FIELDS', 'PADDING', 'graph_sizes', 'num_shared_tiles', 'step_parts', 'aligned', 'part_bytes', 'step_bytes',
-           'step_fields', 'pack_step', 'take_tokens_kernel', 'leave_tokens_kernel', 'take_tokens', 'leave_tokens',
-           'record', 'Repeat', 'DecodeGraphs']
+           'step_fields', 'pack_step', 'StepBuffers', 'take_tokens_kernel', 'leave_tokens_kernel', 'take_tokens',
+           'leave_tokens', 'record', 'Repeat', 'DecodeGraphs']
 
-# %% ../../nbs/29_engine.cuda_graph.ipynb #d0167a58
+# %% ../../nbs/29_engine.cuda_graph.ipynb #7ea289bd
+import gc
 import math
 from functools import partial
 
@@ -118,6 +119,60 @@ def pack_step(
         fields["lens"][: len(lens)], fields["lens"][len(lens) :] = lens, 0
         fields["starts"][:num_seqs], fields["starts"][num_seqs:] = starts, 0
 
+# %% ../../nbs/29_engine.cuda_graph.ipynb #767d94c8
+class StepBuffers:
+    "A packed step's place on the device, and two on the host, of which one is filled at a time"
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_blocks: int,  # of a sequence
+        device: str,
+    ):
+        self.max_blocks, pinned = max_blocks, device != "cpu"
+        nbytes = step_bytes(max_num_seqs, max_blocks)
+        self.on_device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.on_host = [
+            torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
+        ]
+        self.sent = [torch.cuda.Event() if pinned else None for _ in range(2)]
+        self.views, self.turn = {}, 0
+
+    def fields(self, size: int) -> dict:  # field -> tensor
+        "The parts of a step of `size` rows on the device"
+        return step_fields(self.on_device, size, self.max_blocks)
+
+    def packed(self, size: int) -> dict:  # field -> NumPy array
+        "The parts of the step on the host whose turn it is"
+        if (self.turn, size) not in self.views:
+            fields = step_fields(self.on_host[self.turn], size, self.max_blocks)
+            self.views[self.turn, size] = {name: part.numpy() for name, part in fields.items()}
+        return self.views[self.turn, size]
+
+    def clear(self, size: int):
+        "Rows of nobody on the device: a step that runs on them touches nothing of the cache"
+        for name, field in self.fields(size).items():
+            field.fill_(PADDING.get(name, 0))
+
+    def send(
+        self,
+        size: int,                   # rows, at least as many as the batch has
+        batch: Batch,                # of `prepare_decode`
+        sampling: SamplingBatch,
+        unknown: np.ndarray | None,  # of `unknown_rows`
+        slot: int,                   # where the step leaves its tokens
+    ):
+        "Pack a step, and put its copy to the device into the queue"
+        self.turn = 1 - self.turn
+        sent = self.sent[self.turn]
+        if sent is not None:
+            sent.synchronize()
+        pack_step(self.packed(size), batch, sampling, unknown, slot)
+        used = step_bytes(size, self.max_blocks, batch.shared_prefixes is not None)
+        self.on_device[:used].copy_(self.on_host[self.turn][:used], non_blocking=True)
+        if sent is not None:
+            sent.record()
+
 # %% ../../nbs/29_engine.cuda_graph.ipynb #283c3de6
 @triton.jit
 def take_tokens_kernel(
@@ -171,7 +226,7 @@ def leave_tokens(
     else:
         sampled[slot[0], : len(token_ids)] = token_ids
 
-# %% ../../nbs/29_engine.cuda_graph.ipynb #db7dac8a
+# %% ../../nbs/29_engine.cuda_graph.ipynb #2bc87ebd
 def record(
     fn,         # launches kernels on the current stream; reads and writes tensors that stay in place
     pool=None,  # memory of earlier recordings, used again
@@ -179,12 +234,17 @@ def record(
     "What `fn` launches, to be launched again as one; the current stream isn't the default one"
     fn()  # what happens only once (compiling, choosing algorithms) can't happen while recording
     torch.cuda.current_stream().synchronize()
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(*([] if pool is None else [pool]), capture_error_mode="thread_local")
+    graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+    gc.disable()  # it might free another engine's graph, which is forbidden meanwhile
     try:
-        fn()
+        graph.capture_begin(*([] if pool is None else [pool]), capture_error_mode="thread_local")
+        try:
+            fn()
+        finally:
+            graph.capture_end()
     finally:
-        graph.capture_end()
+        if collects:
+            gc.enable()
     return graph
 
 
@@ -198,7 +258,7 @@ class Repeat:
     def pool(self):
         return None
 
-# %% ../../nbs/29_engine.cuda_graph.ipynb #5ed9e570
+# %% ../../nbs/29_engine.cuda_graph.ipynb #f4e31ba0
 class DecodeGraphs:
     "Recorded decode steps of every batch size, and the buffers that they read and write"
 
@@ -211,24 +271,18 @@ class DecodeGraphs:
         shares: bool = False,  # whether steps may share prefixes
         logits_step=None,      # the same up to the logits; None on ranks without them
     ):
-        self.step, self.max_blocks, self.sizes = step, max_blocks, graph_sizes(max_num_seqs)
+        self.step, self.sizes = step, graph_sizes(max_num_seqs)
         self.logits_step, self.logits_graphs = logits_step, {}
         self.logits = None  # `[max_num_seqs, vocab_size]`
         # the largest first: the others find their memory in its pool
         self.keys = [(size, False) for size in reversed(self.sizes)]
         self.keys += [(size, True) for size in reversed(self.sizes) if shares and size > 1]
         self.stream = None if device == "cpu" else torch.cuda.Stream()
-        nbytes, pinned = step_bytes(max_num_seqs, max_blocks), device != "cpu"
-        self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        # one is written while the copy of the other may still be on its way
-        self.staging = [
-            torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
-        ]
-        self.sent = [torch.cuda.Event() if pinned else None for _ in range(2)]
+        self.buffers = StepBuffers(max_num_seqs, max_blocks, device)
         # every step, recorded or not, leaves its tokens here for the next, in two places by turns:
         # a step that fails after its launch is repeated, and must find again what it found before
         self.sampled = torch.zeros(2, max_num_seqs, dtype=torch.int64, device=device)
-        self.graphs, self.views, self.pool, self.turn = {}, {}, None, 0
+        self.graphs, self.pool = {}, None
 
     def size_for(self, num_rows: int) -> int:
         "The smallest recorded size that a batch fits into"
@@ -236,7 +290,7 @@ class DecodeGraphs:
 
     def run_step(self, size: int, shared: bool, to_logits: bool):
         "What is recorded"
-        fields = step_fields(self.buffer, size, self.max_blocks)
+        fields = self.buffers.fields(size)
         take_tokens(fields["token_ids"], fields["unknown"], fields["slot"], self.sampled)
         prefixes = SharedPrefixes(*(fields[name] for name in SharedPrefixes._fields))
         prefixes = prefixes if shared else None
@@ -261,8 +315,7 @@ class DecodeGraphs:
     def capture(self, size: int, shared: bool = False, to_logits: bool = False):
         "Record the step for a batch size, with or without shared prefixes, whole or up to the logits"
         kept = self.sampled.clone()  # a step on its way may need what the one before has left
-        for name, field in step_fields(self.buffer, size, self.max_blocks).items():
-            field.fill_(PADDING.get(name, 0))  # rows of nobody: nothing of the cache is touched
+        self.buffers.clear(size)
         run = partial(self.run_step, size, shared, to_logits)
         if self.stream is None:
             graph = Repeat(run)
@@ -279,13 +332,6 @@ class DecodeGraphs:
         for size, shared in self.keys:
             self.capture(size, shared)
 
-    def packed(self, size: int) -> dict:  # field -> NumPy array
-        "The parts of the packed step that is to be sent next"
-        if (self.turn, size) not in self.views:
-            fields = step_fields(self.staging[self.turn], size, self.max_blocks)
-            self.views[self.turn, size] = {name: part.numpy() for name, part in fields.items()}
-        return self.views[self.turn, size]
-
     @torch.inference_mode()
     def replay(
         self,
@@ -301,17 +347,9 @@ class DecodeGraphs:
         graphs = self.graphs_of(to_logits)
         if (size, shared) not in graphs:
             self.capture(size, shared, to_logits)
-        self.turn = 1 - self.turn
-        sent = self.sent[self.turn]
-        if sent is not None:
-            sent.synchronize()
-        pack_step(self.packed(size), batch, sampling, unknown, slot)
-        used = step_bytes(size, self.max_blocks, shared)
-        self.buffer[:used].copy_(self.staging[self.turn][:used], non_blocking=True)
-        if sent is not None:
-            sent.record()
+        self.buffers.send(size, batch, sampling, unknown, slot)
         graphs[size, shared].replay()
         if not to_logits:
             return self.sampled[slot, :num_seqs]
         logits = None if self.logits is None else self.logits[:num_seqs]
-        return logits, step_fields(self.buffer, size, self.max_blocks)["token_ids"][:num_seqs]
+        return logits, self.buffers.fields(size)["token_ids"][:num_seqs]

@@ -21,7 +21,7 @@ class SequenceStatus(Enum):
     RUNNING = auto()
     FINISHED = auto()
 
-# %% ../../nbs/25_engine.sequence.ipynb #cda090c7
+# %% ../../nbs/25_engine.sequence.ipynb #8e8d4554
 class Sequence:
     "The tokens of one request, and what the engine knows about them"
 
@@ -55,9 +55,9 @@ class Sequence:
         self.finish_reason = None      # "stop", "length", "abort" or "error", once finished
         self.stop_reason = None        # what ended it: a token that the request named, an error's cause
         self.num_computed_tokens = 0   # tokens whose K/V is in its blocks
-        self.num_unknown_tokens = 0    # at the end of token_ids: still being computed
         self.num_cached_tokens = 0     # of these, found there when it was first admitted
-        self.admission = -1            # number of its latest admission
+        self.num_unknown_tokens = 0    # at the end of token_ids: still being computed
+        self.admission = -1            # number of its latest admission; the highest came last
         self.block_table = array("i")  # the physical block of each logical one
         self.block_hashes = []         # of its full blocks, as far as they were asked for
 

@@ -200,7 +200,7 @@ def cause_of(
         return f"rank {rank} failed:\n{report}"
     return "a worker has closed its pipe"
 
-# %% ../../nbs/30_engine.worker.ipynb #db50e2a7
+# %% ../../nbs/30_engine.worker.ipynb #6155560f
 class Workers:
     "The processes of ranks 1, 2, ...: start them, call them, watch them, end them"
 
@@ -293,11 +293,11 @@ class Workers:
     def fail(self, failure: str):
         "Note what happened, wake up whoever waits for a rank that is gone, and end the others"
         self.failure = failure
+        for process in self.processes:
+            process.kill()
         for callback in self.on_failure:
             with suppress(Exception):
                 callback()
-        for process in self.processes:
-            process.kill()
         self.failed.set()
 
     @contextmanager

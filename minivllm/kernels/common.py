@@ -6,12 +6,13 @@
 __all__ = ['INTERPRETED', 'MissingTriton', 'record_accesses', 'round_to', 'dot', 'can_launch', 'size_class', 'capability_of',
            'num_sms', 'await_previous', 'early_launch']
 
-# %% ../../nbs/02_first_kernel.ipynb #fdafbcc1
+# %% ../../nbs/02_first_kernel.ipynb #a419a972
 import functools
 import inspect
 import logging
 import os
 import sys
+from contextlib import contextmanager
 
 import torch
 
@@ -54,7 +55,7 @@ try:
 except ImportError:
     triton = tl = TensorDescriptor = gdc_launch_dependents = gdc_wait = MissingTriton()
 
-# %% ../../nbs/02_first_kernel.ipynb #af0453b7
+# %% ../../nbs/02_first_kernel.ipynb #441c5163
 def _elements(addresses, tensors):
     "Which tensor these addresses belong to, and its elements there, counted in memory order"
     def element(tensor):
@@ -68,7 +69,27 @@ def _elements(addresses, tensors):
     name = max(tensors, key=num_inside)
     return name, element(tensors[name])
 
+# %% ../../nbs/02_first_kernel.ipynb #525a8906
+@contextmanager
+def _watching(builder, note):
+    "`note(kind, addresses, mask)` hears of every load and store that the interpreter executes"
+    load, store = builder.create_masked_load, builder.create_masked_store
 
+    def noted_load(ptrs, mask, *rest):
+        note("load", ptrs.data, mask.data)
+        return load(ptrs, mask, *rest)
+
+    def noted_store(ptrs, value, mask, *rest):
+        note("store", ptrs.data, mask.data)
+        return store(ptrs, value, mask, *rest)
+
+    builder.create_masked_load, builder.create_masked_store = noted_load, noted_store
+    try:
+        yield
+    finally:
+        del builder.create_masked_load, builder.create_masked_store  # the class's own come back
+
+# %% ../../nbs/02_first_kernel.ipynb #562fd182
 def record_accesses(
     kernel,     # a Triton kernel
     grid,       # numbers of programs, as in a launch
@@ -82,27 +103,16 @@ def record_accesses(
         return []
     names = inspect.signature(kernel.fn).parameters
     tensors = {name: arg for name, arg in zip(names, args) if isinstance(arg, torch.Tensor)}
-    load, store, accesses = builder.create_masked_load, builder.create_masked_store, []
+    accesses = []
 
-    def note(kind, ptrs, mask):
-        name, elements = _elements(ptrs.data, tensors)
+    def note(kind, addresses, mask):
+        name, elements = _elements(addresses, tensors)
         program = builder.grid_idx[0] if len(grid) == 1 else builder.grid_idx[: len(grid)]
-        touched, masked = elements[mask.data].tolist(), elements[~mask.data].tolist()
+        touched, masked = elements[mask].tolist(), elements[~mask].tolist()
         accesses.append(dict(program=program, kind=kind, tensor=name.removesuffix("_ptr"), elements=touched, masked=masked))
 
-    def noted_load(ptrs, mask, *rest):
-        note("load", ptrs, mask)
-        return load(ptrs, mask, *rest)
-
-    def noted_store(ptrs, value, mask, *rest):
-        note("store", ptrs, mask)
-        return store(ptrs, value, mask, *rest)
-
-    builder.create_masked_load, builder.create_masked_store = noted_load, noted_store
-    try:
+    with _watching(builder, note):
         kernel[grid](*args, **options)
-    finally:
-        del builder.create_masked_load, builder.create_masked_store  # the class's own come back
     return accesses
 
 # %% ../../nbs/02_first_kernel.ipynb #b0690afb

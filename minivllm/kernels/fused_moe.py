@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['CHUNK', 'route_torch', 'route_kernel', 'route_triton', 'route', 'fused_moe_torch', 'max_tiles', 'Alignment',
-           'align_torch', 'count_kernel', 'align_kernel', 'align_triton', 'align', 'load_weights', 'gate_up_kernel',
-           'down_kernel', 'combine_kernel', 'pair_gate_up_kernel', 'pair_down_kernel', 'MoETiles', 'blocks',
-           'fitting_block', 'moe_tiles', 'check_moe', 'by_pairs', 'takes_descriptors', 'rows_descriptor', 'combine',
-           'by_tiles', 'fused_moe_triton', 'fused_moe']
+           'align_torch', 'count_kernel', 'align_kernel', 'align_triton', 'align', 'expert_tile', 'tile_pairs',
+           'load_weight_tile', 'gate_up_kernel', 'down_kernel', 'combine_kernel', 'pair_gate_up_kernel',
+           'pair_down_kernel', 'MoETiles', 'blocks', 'fitting_block', 'moe_tiles', 'check_moe', 'by_pairs',
+           'takes_descriptors', 'rows_descriptor', 'combine', 'by_tiles', 'fused_moe_triton', 'fused_moe']
 
 # %% ../../nbs/22_kernels.fused_moe.ipynb #371ee637
 from typing import NamedTuple
@@ -66,7 +66,7 @@ def route_kernel(
     tl.store(weights_ptr + token * TOP_K + choice, weights, mask=choice < TOP_K)
     tl.store(experts_ptr + token * TOP_K + choice, experts, mask=choice < TOP_K)
 
-# %% ../../nbs/22_kernels.fused_moe.ipynb #b8143492
+# %% ../../nbs/22_kernels.fused_moe.ipynb #8a53600d
 def route_triton(logits, top_k, normalize):
     "`route_torch` in one launch"
     num_tokens, num_experts = logits.shape
@@ -86,7 +86,7 @@ def route_triton(logits, top_k, normalize):
 
 
 def route(logits, top_k, normalize):
-    "Weights and experts of each token by the implementation for the device of `logits`"
+    "Weights and experts of each token by the implementation for the device; an impossible `top_k` is a ValueError"
     if not 1 <= top_k <= logits.shape[1]:
         raise ValueError(f"top_k={top_k}: there are {logits.shape[1]} experts to choose from")
     implementation = route_triton if can_launch(logits.device) else route_torch
@@ -230,9 +230,24 @@ def align(experts, num_experts, tile):
     "Alignment by the implementation for the device of `experts`"
     return (align_triton if can_launch(experts.device) else align_torch)(experts, num_experts, tile)
 
-# %% ../../nbs/22_kernels.fused_moe.ipynb #95e1b154
+# %% ../../nbs/22_kernels.fused_moe.ipynb #f69d729b
 @triton.jit
-def load_weights(
+def expert_tile(experts_ptr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    "This program's tile, the tile's expert (-1: there is no such tile), and the first of this program's columns"
+    BLOCKS: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
+    tile, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK_N
+    return tile, tl.load(experts_ptr + tile), first
+
+
+@triton.jit
+def tile_pairs(pairs_ptr, tile, num_pairs, TILE: tl.constexpr):
+    "The pairs of a tile, and as a column which of them are real: the others only fill it up"
+    pair = tl.load(pairs_ptr + tile * TILE + tl.arange(0, TILE))
+    return pair, (pair < num_pairs)[:, None]
+
+# %% ../../nbs/22_kernels.fused_moe.ipynb #8d2a500e
+@triton.jit
+def load_weight_tile(
     w_ptr, row, n, k, start, ROWS: tl.constexpr, K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):
@@ -248,7 +263,7 @@ def load_weights(
             w = tl.load(w_ptr + offsets, mask=(rows < ROWS)[:, None] & (columns < K)[None, :], other=0.0)
     return w
 
-# %% ../../nbs/22_kernels.fused_moe.ipynb #09629e01
+# %% ../../nbs/22_kernels.fused_moe.ipynb #d0dd5c20
 @triton.jit(do_not_specialize=["num_pairs"])
 def gate_up_kernel(
     x_ptr, w_ptr, h_ptr, pairs_ptr, experts_ptr, x_stride, num_pairs,
@@ -258,14 +273,11 @@ def gate_up_kernel(
 ):
     "One program: `TILE` pairs of one expert, `BLOCK_N` columns of gate and of up, then SiLU·mul"
     await_previous(PDL)
-    BLOCKS: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
-    tile, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK_N
-    expert = tl.load(experts_ptr + tile)
+    tile, expert, first = expert_tile(experts_ptr, SIZE, BLOCK_N)
     if expert < 0:
         return
+    pair, real = tile_pairs(pairs_ptr, tile, num_pairs, TILE)
     m, n, k = tl.arange(0, TILE), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    pair = tl.load(pairs_ptr + tile * TILE + m)
-    real = (pair < num_pairs)[:, None]
     rows = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * x_stride
     row = expert * 2 * SIZE  # the expert's first among the rows of all
     gate = tl.zeros((TILE, BLOCK_N), tl.float32)
@@ -273,15 +285,15 @@ def gate_up_kernel(
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         mask = real if K % BLOCK_K == 0 else real & (start + k < K)[None, :]
         x = tl.load(rows + start + k[None, :], mask=mask, other=0.0)
-        w = load_weights(w_ptr, row, first, k, start, SIZE, K, BLOCK_N, BLOCK_K, DESCRIPTORS)
+        w = load_weight_tile(w_ptr, row, first, k, start, SIZE, K, BLOCK_N, BLOCK_K, DESCRIPTORS)
         gate = dot(x, tl.trans(w), gate)
-        w = load_weights(w_ptr, row + SIZE, first, k, start, SIZE, K, BLOCK_N, BLOCK_K, DESCRIPTORS)
+        w = load_weight_tile(w_ptr, row + SIZE, first, k, start, SIZE, K, BLOCK_N, BLOCK_K, DESCRIPTORS)
         up = dot(x, tl.trans(w), up)
     h = round_to(activate(gate, "silu") * up, h_ptr.dtype.element_ty)
     to = (tile * TILE + m).to(tl.int64)[:, None] * SIZE + (first + n)[None, :]
     tl.store(h_ptr + to, h, mask=real & (first + n < SIZE)[None, :])
 
-# %% ../../nbs/22_kernels.fused_moe.ipynb #fdc83f06
+# %% ../../nbs/22_kernels.fused_moe.ipynb #74e41428
 @triton.jit(do_not_specialize=["num_pairs"])
 def down_kernel(
     h_ptr, w_ptr, y_ptr, pairs_ptr, experts_ptr, num_pairs,
@@ -290,14 +302,11 @@ def down_kernel(
     PDL: tl.constexpr = False,
 ):
     "One program: `TILE` pairs of one expert, `BLOCK_N` columns of their results"
-    BLOCKS: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
-    tile, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK_N
-    expert = tl.load(experts_ptr + tile)
+    tile, expert, first = expert_tile(experts_ptr, SIZE, BLOCK_N)
     if expert < 0:
         return
+    pair, real = tile_pairs(pairs_ptr, tile, num_pairs, TILE)
     m, n, k = tl.arange(0, TILE), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    pair = tl.load(pairs_ptr + tile * TILE + m)
-    real = (pair < num_pairs)[:, None]
     rows = (tile * TILE + m).to(tl.int64)[:, None] * K
     await_previous(PDL)  # the order by experts is older than the kernel in front
     y = tl.zeros((TILE, BLOCK_N), tl.float32)
@@ -306,7 +315,7 @@ def down_kernel(
             h = h_ptr.load([tile * TILE, start])
         else:
             h = tl.load(h_ptr + rows + start + k[None, :], mask=real & (start + k < K)[None, :], other=0.0)
-        w = load_weights(w_ptr, expert * SIZE, first, k, start, SIZE, K, BLOCK_N, BLOCK_K, DESCRIPTORS)
+        w = load_weight_tile(w_ptr, expert * SIZE, first, k, start, SIZE, K, BLOCK_N, BLOCK_K, DESCRIPTORS)
         y = dot(h, tl.trans(w), y)
     to = pair.to(tl.int64)[:, None] * SIZE + (first + n)[None, :]
     tl.store(y_ptr + to, round_to(y, y_ptr.dtype.element_ty), mask=real & (first + n < SIZE)[None, :])
@@ -450,9 +459,9 @@ def moe_tiles(
         return MoETiles(128, blocks(128, 64, 8, 4), blocks(256, 64, 8, 4))
     return MoETiles(128, blocks(64, 32, 8, 3), blocks(128, 32, 8, 3))
 
-# %% ../../nbs/22_kernels.fused_moe.ipynb #bcd1f666
+# %% ../../nbs/22_kernels.fused_moe.ipynb #cb1e086a
 def check_moe(x, w13, w2, weights, experts, residual=None):
-    "Refuse what doesn't fit together"
+    "Raise a ValueError that lists shapes and dtypes, unless they fit together"
     num_experts, double, hidden_size = w13.shape
     fits = x.shape[1] == hidden_size and w2.shape == (num_experts, hidden_size, double // 2) and double % 2 == 0
     fits = fits and weights.shape == experts.shape and len(experts) == len(x)

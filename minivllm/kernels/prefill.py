@@ -7,11 +7,11 @@ __all__ = ['QUERY_TILE', 'LOG2E', 'causal_attention', 'paged_prefill_torch', 'lo
            'paged_prefill_kernel', 'launch_config', 'kv_descriptors', 'takes_descriptors', 'check_pages',
            'paged_prefill_triton']
 
-# %% ../../nbs/13_kernels.prefill.ipynb #5d694d3e
+# %% ../../nbs/13_kernels.prefill.ipynb #5c50f6b4
 import torch
 
 from .common import TensorDescriptor, can_launch, capability_of, dot, round_to, size_class, tl, triton
-from .kv_cache import gather_pages
+from .kv_cache import check_layout, gather_pages
 
 # %% ../../nbs/13_kernels.prefill.ipynb #11c7db79
 def causal_attention(
@@ -198,25 +198,21 @@ def takes_descriptors(k_cache, tile, capability):
     shape_fits = block_size % tile == 0 and head_dim in (64, 128, 256) and k_cache.dtype.itemsize == 2
     return capability >= (9, 0) and shape_fits
 
-# %% ../../nbs/13_kernels.prefill.ipynb #068310e7
+# %% ../../nbs/13_kernels.prefill.ipynb #88a79fe5
 def check_pages(
     q: torch.Tensor,        # `[num_rows, num_heads, head_dim]`
     k_cache: torch.Tensor,  # `[num_blocks, block_size, num_kv_heads, head_dim]`
     v_cache: torch.Tensor,  # like `k_cache`
 ) -> torch.Tensor:          # `q`, its heads side by side
-    "What a kernel would not notice, but read from the wrong place: caches with gaps, other sizes or dtypes"
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape):
-        both = [(tuple(t.shape), t.stride()) for t in (k_cache, v_cache)]
-        raise ValueError(f"caches must be contiguous, in one shape; shapes and strides: {both}")
+    "Refuse what a kernel would not notice, but read from the wrong place: caches with gaps, other sizes or dtypes"
+    check_layout(q.dtype, k_cache, v_cache)
     _, num_heads, head_dim = q.shape
     if head_dim != k_cache.shape[3] or num_heads % k_cache.shape[2]:
         raise ValueError(f"queries {tuple(q.shape)} don't fit a cache {tuple(k_cache.shape)}")
-    if not q.dtype == k_cache.dtype == v_cache.dtype:
-        raise ValueError(f"queries of {q.dtype}, caches of {k_cache.dtype} and {v_cache.dtype}")
     # rows may lie apart, as in packed qkv, but not their heads
     return q if q.stride()[1:] == (head_dim, 1) else q.contiguous()
 
-
+# %% ../../nbs/13_kernels.prefill.ipynb #9602f695
 def paged_prefill_triton(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, scale):
     "`paged_prefill_torch` in one kernel; a step of any mixture, no wait for the device"
     q = check_pages(q, k_cache, v_cache)

@@ -53,7 +53,7 @@ class VocabParallelEmbedding(nn.Module):
         y = F.embedding((token_ids - self.start) * mine, self.weight)
         return self.tp.all_reduce(y.masked_fill(~mine.unsqueeze(-1), 0))
 
-# %% ../../nbs/08_layers.embedding_head.ipynb #1663de34
+# %% ../../nbs/08_layers.embedding_head.ipynb #047b6739
 class ParallelLMHead(VocabParallelEmbedding):
     "Logits from hidden states: a product with the transpose of an embedding-shaped matrix"
 
@@ -76,8 +76,9 @@ class ParallelLMHead(VocabParallelEmbedding):
     def forward(
         self,
         hidden_states: torch.Tensor,  # `[num_rows, hidden_size]`, only the rows that are sampled
+        product=linear,  # (rows, weight) -> rows times the weight's transpose
     ) -> torch.Tensor | None:  # `[num_rows, vocab_size]` on rank 0, None on the others
         "Logits over the whole vocabulary; only the rank that samples receives them"
         weight = self.weight if self.packed_copy is None else self.packed_copy
-        logits = self.tp.gather(linear(hidden_states, weight))
+        logits = self.tp.gather(product(hidden_states, weight))
         return None if logits is None else logits[:, : self.vocab_size]

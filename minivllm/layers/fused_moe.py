@@ -51,7 +51,7 @@ class ExpertsDown(nn.Module):
         "Copy this rank's columns of expert `shard_id`'s matrix into their place"
         copy_shard(param.data[shard_id], loaded, 1, self.total, self.tp.rank * self.size)
 
-# %% ../../nbs/23_layers.fused_moe.ipynb #d4df83c4
+# %% ../../nbs/23_layers.fused_moe.ipynb #3bac3a27
 class FusedMoE(nn.Module):
     "A router and experts, of which every token takes the likeliest few"
 
@@ -92,6 +92,7 @@ class FusedMoE(nn.Module):
         "`stream + self(norm(stream))` of few rows: the router does the norm anew, the last kernel adds"
         logits = norm_linear(stream, norm.weight, norm.eps, self.gate.weight)
         weights, experts = route(logits, self.top_k, self.normalize)
-        return fused_moe(
-            norm(stream), self.w13.weight, self.w2.weight, weights, experts, residual=stream
-        )
+        residual = stream if self.tp.rank == 0 else None  # it must count once in the sum
+        return self.tp.all_reduce(fused_moe(
+            norm(stream), self.w13.weight, self.w2.weight, weights, experts, residual=residual
+        ))

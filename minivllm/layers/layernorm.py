@@ -118,13 +118,22 @@ def add_rms_norm_triton(
     "`add_rms_norm_torch` in one kernel"
     return _launch(x, residual, weight, eps)
 
-# %% ../../nbs/04_layers.layernorm.ipynb #b5981445
-def rms_norm(x, weight, eps):
+# %% ../../nbs/04_layers.layernorm.ipynb #425ba050
+def rms_norm(
+    x,       # `[..., hidden_size]`
+    weight,  # `[hidden_size]`
+    eps,
+):           # like `x`
     "RMSNorm: the kernel where it can run, else torch"
     return (rms_norm_triton if can_launch(x.device) else rms_norm_torch)(x, weight, eps)
 
 
-def add_rms_norm(x, residual, weight, eps):
+def add_rms_norm(
+    x,         # `[..., hidden_size]`: output of the previous projection
+    residual,  # shape and dtype of `x`: the residual stream
+    weight,    # `[hidden_size]`
+    eps,
+):             # the normalised sum; the sum, the new residual stream
     "Residual add and RMSNorm: the kernel where it can run, else torch"
     return (add_rms_norm_triton if can_launch(x.device) else add_rms_norm_torch)(x, residual, weight, eps)
 

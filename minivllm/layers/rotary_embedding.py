@@ -219,8 +219,11 @@ def apply_rotary_kernel(
     tl.store(y_ptr + at, round_to(y1, dtype), mask=mask)
     tl.store(y_ptr + at + half, round_to(y2, dtype), mask=mask)
 
-# %% ../../nbs/05_layers.rotary_embedding.ipynb #3a9f5881
-def apply_rotary_triton(x, cos_sin):
+# %% ../../nbs/05_layers.rotary_embedding.ipynb #34988569
+def apply_rotary_triton(
+    x,        # `[num_tokens, num_heads, head_dim]`: queries, keys, or both
+    cos_sin,  # `[num_tokens, 2, head_dim]` float32: the table at the tokens' positions
+):            # like `x`, contiguous
     "`apply_rotary_torch` as one kernel"
     num_tokens, num_heads, head_dim = x.shape
     if x.stride()[1:] != (head_dim, 1):  # tokens may lie apart, a token's numbers may not
@@ -236,7 +239,10 @@ def apply_rotary_triton(x, cos_sin):
     return y
 
 
-def apply_rotary(x, cos_sin):
+def apply_rotary(
+    x,        # `[num_tokens, num_heads, head_dim]`
+    cos_sin,  # `[num_tokens, 2, head_dim]` float32: the table at the tokens' positions
+):            # like `x`
     "Rotate queries or keys by the implementation for the device of `x`"
     if can_launch(x.device):
         return apply_rotary_triton(x, cos_sin)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FLOATS', 'fetch_from_hub', 'resolve_model', 'LazyTensor', 'CheckpointError', 'indexed_files', 'checkpoint_files',
-           'iter_checkpoint', 'checkpoint_names', 'fill', 'expected_tensors', 'load_weights', 'check_tied_head',
+           'iter_checkpoint', 'checkpoint_names', 'expected_tensors', 'fill', 'load_weights', 'check_tied_head',
            'default_dtype', 'build_model', 'init_dummy_weights']
 
 # %% ../../nbs/19_models.loader.ipynb #85b89c9a
@@ -21,7 +21,7 @@ from torch import nn
 from ..demo import DEMO_MODEL, demo_model
 from ..layers.linear import load_whole
 
-# %% ../../nbs/19_models.loader.ipynb #00b139dc
+# %% ../../nbs/19_models.loader.ipynb #f487c60a
 def fetch_from_hub(
     model: str,  # such as "Qwen/Qwen3-0.6B"
 ) -> Path:
@@ -48,7 +48,7 @@ def fetch_from_hub(
             f"({type(error).__name__}). {hint}."
         ) from error
 
-
+# %% ../../nbs/19_models.loader.ipynb #1bf34805
 def resolve_model(
     model: str | Path,  # a local folder, a Hub id, or "smollm2-135m"
 ) -> Path:  # a local folder with config.json
@@ -74,7 +74,7 @@ class LazyTensor:
     def __getitem__(self, index) -> torch.Tensor:
         return self._slice[index]
 
-# %% ../../nbs/19_models.loader.ipynb #554a36f4
+# %% ../../nbs/19_models.loader.ipynb #aa162eed
 class CheckpointError(ValueError):
     "A checkpoint that can't be used or doesn't fit its model; the message lists everything concerned"
 
@@ -94,7 +94,7 @@ def indexed_files(
         raise CheckpointError(f"{index} names {problem}")
     return names
 
-
+# %% ../../nbs/19_models.loader.ipynb #2591f71e
 def checkpoint_files(
     folder: Path,
 ) -> list[Path]:
@@ -137,6 +137,17 @@ def checkpoint_names(
             }
     return {param_name: None}
 
+# %% ../../nbs/19_models.loader.ipynb #36250b43
+def expected_tensors(
+    model: nn.Module,  # with `packed_modules`
+) -> dict:  # name in the checkpoint -> (parameter, shard id)
+    "What a checkpoint must hold to fill every parameter of a model"
+    return {
+        name: (param, shard_id)
+        for param_name, param in model.named_parameters()
+        for name, shard_id in checkpoint_names(param_name, model.packed_modules).items()
+    }
+
 # %% ../../nbs/19_models.loader.ipynb #ca9a4f9c
 FLOATS = ("F64", "F32", "F16", "BF16")  # what a copy may convert, in the file's words
 
@@ -155,18 +166,7 @@ def fill(
     except ValueError as error:
         return str(error)
 
-# %% ../../nbs/19_models.loader.ipynb #b954e4ae
-def expected_tensors(
-    model: nn.Module,  # with `packed_modules`
-) -> dict:  # name in the checkpoint -> (parameter, shard id)
-    "What a checkpoint must hold to fill every parameter of a model"
-    return {
-        name: (param, shard_id)
-        for param_name, param in model.named_parameters()
-        for name, shard_id in checkpoint_names(param_name, model.packed_modules).items()
-    }
-
-
+# %% ../../nbs/19_models.loader.ipynb #7b6c7927
 @torch.no_grad()
 def load_weights(
     model: nn.Module,  # with `packed_modules` and `tie_word_embeddings`

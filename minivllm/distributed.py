@@ -9,7 +9,7 @@ __all__ = ['SINGLE', 'LOCALHOST', 'logger', 'COLLECTIVE_TIMEOUT', 'MAX_PROGRAMS'
            'one_shot_all_reduce', 'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet',
            'environment', 'connect_nccl', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'divide']
 
-# %% ../nbs/06_distributed.ipynb #806ff6e2
+# %% ../nbs/06_distributed.ipynb #aa8c78e3
 import logging
 import os
 import threading
@@ -17,7 +17,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from .kernels.common import await_previous, early_launch, tl, triton
 
-# %% ../nbs/06_distributed.ipynb #88b1b5a3
+# %% ../nbs/06_distributed.ipynb #177553ea
 class TensorParallelGroup:
     "One rank's view of its group; the base class is a group of one, whose collectives do nothing"
 
@@ -47,11 +46,6 @@ class TensorParallelGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         "The sum of every rank's `x`, on every rank"
         return self._alone(x)
-
-    def start_all_reduce(self, x: torch.Tensor):  # something to `wait` for
-        "Sum `x` in place; until it is waited for, the device may do other work"
-        x.copy_(self.all_reduce(x))
-        return SimpleNamespace(wait=lambda: None)
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         "Every rank's `x` side by side along `dim`, on every rank"
@@ -150,10 +144,10 @@ def connect_gloo(
     options._timeout = COLLECTIVE_TIMEOUT
     return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, options)
 
-# %% ../nbs/06_distributed.ipynb #1823e350
+# %% ../nbs/06_distributed.ipynb #b3e08878
 MAX_PROGRAMS = 128
 REGION_BYTES = 1 << 16
-ONE_SHOT_BYTES = 1 << 22  # that a rank reads from others; above, NCCL
+ONE_SHOT_BYTES = MAX_PROGRAMS * REGION_BYTES  # that a rank reads from others; above, NCCL
 MIN_BLOCK_BYTES = 1 << 11
 RELEASED = 1 << 62  # a flag that nobody has to wait for
 
@@ -218,9 +212,9 @@ def one_shot_kernel(
     tl.store(y_ptr + pid * BLOCK + block, total.to(dtype), inside)
     tl.store(count, call)
 
-# %% ../nbs/06_distributed.ipynb #f8d9518b
+# %% ../nbs/06_distributed.ipynb #5f0fcab5
 def one_shot_all_reduce(
-    x: torch.Tensor,  # contiguous, at most `MAX_PROGRAMS * REGION_BYTES`
+    x: torch.Tensor,  # contiguous, at most `ONE_SHOT_BYTES`
     addresses: torch.Tensor,  # `[world_size]` int64, each rank's buffer as this rank reaches it
     rank: int,
     block_bytes: int | None = None,  # of a program; None: as few as the size admits
@@ -359,7 +353,7 @@ def environment(**variables):
         for name in added:
             del os.environ[name]
 
-# %% ../nbs/06_distributed.ipynb #c425bba3
+# %% ../nbs/06_distributed.ipynb #e9ca18c3
 def connect_nccl(
     rank: int,
     world_size: int,
@@ -368,7 +362,6 @@ def connect_nccl(
     "Collectives between GPUs; this rank's is the current one"
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = COLLECTIVE_TIMEOUT
-    options.is_high_priority_stream = True  # beside a product, a sum comes first
     return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, world_size, options)
 
 
@@ -389,7 +382,7 @@ def options_of(kind, **values):
         setattr(options, name, value)
     return options
 
-# %% ../nbs/06_distributed.ipynb #2f4098d7
+# %% ../nbs/06_distributed.ipynb #92e0c27d
 class ProcessGroup(TensorParallelGroup):
     "One of several ranks that are processes of one machine: gloo on the CPU, NCCL between GPUs"
 
@@ -447,9 +440,6 @@ class ProcessGroup(TensorParallelGroup):
             self._run(self.backend.allreduce, [x], options_of(c10d.AllreduceOptions))
         return x
 
-    def start_all_reduce(self, x):
-        return self.backend.allreduce([x], options_of(c10d.AllreduceOptions, asyncOp=True))
-
     def all_gather(self, x, dim=-1):
         parts = x.new_empty(self.world_size * x.numel())
         if x.numel():
@@ -486,7 +476,7 @@ class ProcessGroup(TensorParallelGroup):
         if self.device.type == "cpu":
             torch.set_num_threads(self.num_threads)
         elif self.aborted:
-            self.aborting.join(timeout=10)
+            self.aborting.join(timeout=2)
         else:
             self.backend.abort()  # frees what is here; a shutdown would wait for the others
         if self.shared:

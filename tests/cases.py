@@ -59,7 +59,7 @@ CASES = [Case(*case) for case in [
      "if seq.num_tokens >= self.max_model_len:", "if seq.num_tokens > self.max_model_len:"),
     ("F19", "max_tokens below one",
      "test_sampling_params.py::test_max_tokens_below_one", "sampling_params.py",
-     'case "max_tokens":\n            return check_range(name, value, 1)', 'case "max_tokens":\n            return check_range(name, value, -9)'),
+     '"max_tokens": dict(low=1)', '"max_tokens": dict(low=-9)'),
     ("F20", "max_num_seqs counts the admissions of a step",
      "test_scheduler.py::test_running_sequences_never_exceed_max_num_seqs", "engine/scheduler.py",
      "len(self.running) < places:", "len(chosen) < places + 9:"),

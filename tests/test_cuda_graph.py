@@ -260,3 +260,12 @@ def test_a_graph_that_is_dropped_while_another_is_recorded():
         graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(x, 2 * before)
+
+
+def test_recordings_are_gone_when_a_runner_exits_whoever_still_knows_it():
+    "A group's end waits for the last recording of its collectives, and the frames of an error may hold the runner's"
+    runner = recorded_runner()
+    graphs = runner.graphs
+    assert graphs.graphs
+    runner.exit()
+    assert not graphs.graphs and not graphs.logits_graphs

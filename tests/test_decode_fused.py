@@ -2,7 +2,8 @@
 import pytest
 import torch
 
-from minivllm.kernels.decode_fused import fits_fused, fused_config, rope_attend, rope_attend_torch, rope_attend_triton
+from minivllm.kernels.common import tl, triton
+from minivllm.kernels.decode_fused import fits_fused, fused_config, keys_of_part, rope_attend, rope_attend_torch, rope_attend_triton
 from paging import KERNEL_DEVICES, slot_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 0.005}
@@ -111,3 +112,22 @@ def test_a_padding_row_disturbs_nobody(device):
     alone = [a[1:] if i in (0, 1, 8, 9, 10) else a for i, a in enumerate(args)]
     for ours, expected in zip((out[1:], *caches), run(rope_attend_torch, alone)):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+@triton.jit
+def parts_kernel(found_ptr, num_keys, TILE: tl.constexpr):
+    begin, end, num_parts = keys_of_part(num_keys, tl.program_id(1), TILE)
+    tl.store(found_ptr + tl.program_id(1) * 3, begin)
+    tl.store(found_ptr + tl.program_id(1) * 3 + 1, end)
+    tl.store(found_ptr + tl.program_id(1) * 3 + 2, num_parts)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("num_keys, parts", [(0, 4), (1, 4), (16, 4), (17, 4), (150, 4), (160, 3), (33, 1)])
+def test_parts_have_all_keys_once_in_whole_tiles(num_keys, parts, device):
+    found = torch.empty(parts, 3, dtype=torch.int32, device=device)
+    parts_kernel[1, parts](found, num_keys, 16)
+    ranges, (num_parts,) = found[:, :2].tolist(), set(found[:, 2].tolist())
+    assert 1 <= num_parts <= parts and all(begin >= end for begin, end in ranges[num_parts:])
+    assert [key for begin, end in ranges[:num_parts] for key in range(begin, end)] == list(range(num_keys))
+    assert all(begin % 16 == 0 and (begin < end or num_keys == 0) for begin, end in ranges[:num_parts])

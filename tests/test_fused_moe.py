@@ -122,7 +122,7 @@ def check_alignment(alignment, experts, num_experts, tile):
     assert of_tile == used + [-1] * (len(of_tile) - len(used)) and used == sorted(used)
     seen = []
     for i, expert in enumerate(used):
-        rows = [pair for pair in pairs[i * tile : (i + 1) * tile]]
+        rows = pairs[i * tile : (i + 1) * tile]
         real = [pair for pair in rows if pair < len(flat)]
         assert real and rows == real + [len(flat)] * (tile - len(real))
         assert all(flat[pair] == expert for pair in real)

@@ -108,20 +108,6 @@ def test_replicated_and_parameters_without_a_loader():
     assert norm.tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("num_rows", [4, 10, 3])
-@pytest.mark.parametrize("n", [2, 4])
-def test_a_product_in_parts_is_the_same(n, num_rows):
-    full, x = {"weight": torch.randn(6, 8), "bias": torch.arange(6.0)}, torch.randn(num_rows, 8)
-
-    def rank_main(tp):
-        layer, part = load(RowParallelLinear(8, 6, True, tp), full), x.chunk(n, 1)[tp.rank]
-        return layer.sum_in_parts(part, layer.bias if tp.rank == 0 else None), layer(part)
-
-    for in_parts, whole in run_ranks(rank_main, n):
-        torch.testing.assert_close(in_parts, whole)
-        assert torch.allclose(whole, F.linear(x, full["weight"], full["bias"]), atol=1e-5)
-
-
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_row_parallel_bias_counts_once(n):  # F48
     full, x = {"weight": torch.randn(6, 8), "bias": torch.arange(6.0)}, torch.randn(3, 8)

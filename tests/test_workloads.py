@@ -9,12 +9,13 @@ import torch
 from byte_tokenizer import byte_tokenizer, model_folder as byte_folder
 
 from minivllm import LLM
-from minivllm.bench import Ceilings
+from minivllm.bench import Ceilings, save_result
 from minivllm.config import load_model_config
 from minivllm.workloads import (
-    PEERS, SHAPES, WORKLOADS, ModelCosts, Workload, WorkloadRequest, add_comparison, best_peer, decode_work,
-    engine_settings, first_token_only, idle_times, measure_workload, model_folder, peers_of, prefill_work, profile_steps,
-    run_requests, run_workload, run_workloads, scaled, show_figure, w1, w2, w3, w4, w5, warm_up_batches, workload_floor,
+    MEASURED, PEERS, SHAPES, WORKLOADS, ModelCosts, Workload, WorkloadRequest, add_comparison, best_peer, ceilings_of,
+    decode_work, engine_settings, first_token_only, idle_times, in_words, measure_workload, model_folder, peers_of,
+    prefill_work, profile_steps, run_requests, run_workload, run_workloads, scaled, show_figure, w1, w2, w3, w4, w5,
+    warm_up_batches, workload_floor,
 )
 
 TINY = dict(load_format="dummy", skip_tokenizer_init=True, device="cpu", num_kv_blocks=256)
@@ -277,6 +278,39 @@ def test_rows_beside_floor_and_peer():
     row = dict(workload="W1", scale=0.5, seconds=1.0)
     add_comparison(row, "A", costs, ceilings, 2)
     assert row["peer"] is row["ratio_to_peer"] is None  # the others ran the whole
+
+
+def test_a_row_in_words():
+    row = dict(workload="W2", scale=1.0, seconds=1.0, seconds_per_token=0.81e-3, host_loop_seconds=2e-3)
+    add_comparison(row, "A", ModelCosts.from_config(SHAPES["A"]), Ceilings(4.53e12, 4.3e12, 680e12), 2)
+    assert in_words(row) == {"workload": "W2", "figure": "0.81 ms/token", "seconds": "810 µs", "floor": "273 µs", "share": "34%",
+                             "fastest peer": "vLLM 0.26.0: 1.62 ms", "ours / theirs": "0.50", "Python loop": "2 ms"}
+    assert in_words({**row, "peer": None})["ours / theirs"] == ""
+
+
+def test_several_gpus_read_and_multiply_side_by_side():
+    settings = dict(dtype="bfloat16", tensor_parallel_size=2)
+    assert ceilings_of({**settings, "device": "cuda"}, CEILINGS) == Ceilings(20e9, 20e9, 200e9)
+    assert ceilings_of({**settings, "device": "cpu"}, CEILINGS) == CEILINGS
+
+
+def test_the_first_page_shows_what_is_stored(tmp_path, monkeypatch, capsys):
+    "As soon as a file lies there, and says so where there is none"
+    page = json.loads((Path(__file__).parents[1] / "nbs" / "index.ipynb").read_text(encoding="utf-8"))
+    sources = ["".join(cell["source"]) for cell in page["cells"] if cell["cell_type"] == "code"]
+    names = {"show_table": list}  # rows as they are
+    for word in ("import caption", "def show_measured"):
+        source, = (source for source in sources if word in source)
+        exec(source.replace("from minivllm.viz import show_table", "").replace("\nshow_measured()", ""), names)
+    monkeypatch.setenv("MINIVLLM_RESULTS", str(tmp_path))
+    monkeypatch.setattr("minivllm.bench._repository_results", lambda: tmp_path)
+    assert names["show_measured"]() is None and "Not measured yet" in capsys.readouterr().out
+    row = dict(workload="W1", scale=1.0, seconds=4.68, output_tokens_per_second=28625.2, host_loop_seconds=2e-3)
+    add_comparison(row, "A", ModelCosts.from_config(SHAPES["A"]), Ceilings(4.53e12, 4.3e12, 680e12), 2)
+    save_result("36_workloads-A", [dict(model="A"), row, dict(workload="W1, steps 100 to 200", host_share=0.01)], MEASURED)
+    shown, = names["show_measured"]()
+    assert (shown["model"], shown["workload"], shown["figure"]) == ("Qwen3-0.6B", "W1 throughput", "28,625 output tokens/s")
+    assert shown["ours / theirs"] == "0.80" and "Qwen3-0.6B: Measured on" in capsys.readouterr().out
 
 
 def test_run_workloads():

@@ -258,7 +258,7 @@ class Repeat:
     def pool(self):
         return None
 
-# %% ../../nbs/29_engine.cuda_graph.ipynb #f4e31ba0
+# %% ../../nbs/29_engine.cuda_graph.ipynb #5fbd39d6
 class DecodeGraphs:
     "Recorded decode steps of every batch size, and the buffers that they read and write"
 
@@ -331,6 +331,11 @@ class DecodeGraphs:
         "Record steps of all sizes, where prefixes may be shared in both forms"
         for size, shared in self.keys:
             self.capture(size, shared)
+
+    def clear(self):
+        "Let go of all recordings, and with them of whatever they hold of a group's collectives"
+        self.graphs.clear()
+        self.logits_graphs.clear()
 
     @torch.inference_mode()
     def replay(

@@ -445,7 +445,7 @@ class StepRunner:
             tokens = torch.empty_like(positions)
         return self.tp.broadcast(tokens)
 
-# %% ../../nbs/31_engine.model_runner.ipynb #c5583f95
+# %% ../../nbs/31_engine.model_runner.ipynb #aac73cb1
 class ModelRunner(StepRunner):
     "Makes the model and its KV cache on one device, runs steps, and gives both back"
 
@@ -565,14 +565,16 @@ class ModelRunner(StepRunner):
             torch.cuda.synchronize(self.device)  # a rank must not go while another reads from it
         if self.workers is not None:
             self.workers.close()
-        # graphs before the group whose collectives they hold
+        # graphs before the group whose collectives they hold, also where the frames of an error know them
+        if self.graphs is not None:
+            self.graphs.clear()
         self.model, self.kv_caches, self.graphs, self.left = None, [], None, [None, None]
         if self.tp.world_size > 1:
             self.tp.close()
         if self.device != "cpu":
             torch.cuda.empty_cache()
 
-# %% ../../nbs/31_engine.model_runner.ipynb #96192ffe
+# %% ../../nbs/31_engine.model_runner.ipynb #4da20478
 def check_shards(config: EngineConfig, model_config: ModelConfig):
     "A ValueError with the numbers if the model can't be shared out among the ranks"
     tp = TensorParallelGroup(0, config.tensor_parallel_size)
@@ -583,7 +585,7 @@ def check_shards(config: EngineConfig, model_config: ModelConfig):
         model_class, model_config, torch.float32, "meta", max_position=2, backend=backend, tp=tp
     )
 
-
+# %% ../../nbs/31_engine.model_runner.ipynb #5a9f1293
 def make_worker(
     config: EngineConfig,
     model_config: ModelConfig,
@@ -601,7 +603,7 @@ def make_worker(
     tp = ProcessGroup(rank, world_size, open_store(world_size, port), device)
     return ModelRunner(config, model_config, folder, max_model_len, tp)
 
-
+# %% ../../nbs/31_engine.model_runner.ipynb #0a591154
 def start_runner(
     config: EngineConfig,
     model_config: ModelConfig,

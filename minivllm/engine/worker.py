@@ -20,17 +20,24 @@ import traceback
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, shared_memory
 
-# %% ../../nbs/30_engine.worker.ipynb #f932214d
-SLOT_BYTES = 1 << 17  # a decode step of 256 sequences fits into one
+# %% ../../nbs/30_engine.worker.ipynb #f16fe7bf
+SLOT_BYTES = 1 << 17  # a decode step of 256 sequences of some thousand tokens fits into one
 NUM_SLOTS = 8
 NUMBER_BYTES, LENGTH_BYTES = 8, 4
 spawn = multiprocessing.get_context("spawn")
 
-# %% ../../nbs/30_engine.worker.ipynb #bf4ea492
+# %% ../../nbs/30_engine.worker.ipynb #7926f71a
 class RingReader:
     "A worker's end of the ring"
 
-    def __init__(self, shm, filled, free, num_slots: int, slot_bytes: int):
+    def __init__(
+        self,
+        shm,     # `SharedMemory` with all slots
+        filled,  # semaphore: slots that are filled and not yet read by this worker
+        free,    # semaphore: slots that may be filled, for all this worker cares
+        num_slots: int,
+        slot_bytes: int,
+    ):
         self.shm, self.filled, self.free = shm, filled, free
         self.num_slots, self.slot_bytes, self.number = num_slots, slot_bytes, 0
 

@@ -107,7 +107,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     options = options_of(SamplingParams, args, NO_SAMPLING_OPTIONS)
     return SamplingParams(**options, seed=args.request_seed)
 
-# %% ../nbs/37_cli.ipynb #b34b3120
+# %% ../nbs/37_cli.ipynb #59d7914f
 DEMO_PROMPTS = [
     "What is the capital of France?",
     "What is the opposite of hot?",
@@ -133,11 +133,12 @@ def as_question(
 
 def run_generate(args: argparse.Namespace):
     "Answer prompts, batched together"
+    params = sampling_params(args)  # a mistake in them is better known before the model is loaded
     with LLM(**engine_options(args)) as llm:
         questions = args.prompts or DEMO_PROMPTS
         start = time.perf_counter()
         prompts = [as_question(llm, question, args.raw) for question in questions]
-        outputs = llm.generate(prompts, sampling_params(args))
+        outputs = llm.generate(prompts, params)
         seconds = time.perf_counter() - start
         for question, output in zip(questions, outputs):
             print(f"\n> {question}\n{output.outputs[0].text.strip()}")
@@ -149,7 +150,7 @@ def run_generate(args: argparse.Namespace):
             f"peak memory {peak_rss() / 1e9:.2f} GB"
         )
 
-# %% ../nbs/37_cli.ipynb #fd3a7a5c
+# %% ../nbs/37_cli.ipynb #27507ee7
 def read_line(prompt: str) -> str:
     "A line from the user; empty at the end of input"
     try:
@@ -181,6 +182,7 @@ def run_chat(args: argparse.Namespace):
     "Talk with the model; its answers appear as they are generated"
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  `input` then has line editing and a history
+    params = sampling_params(args)
     with LLM(**engine_options(args)) as llm:
         messages = [{"role": "system", "content": args.system}] if args.system else []
         llm.chat_prompt([{"role": "user", "content": "?"}])  # who can't chat says so at once
@@ -188,7 +190,7 @@ def run_chat(args: argparse.Namespace):
         while question := read_line("> "):
             messages.append({"role": "user", "content": question})
             try:
-                answer = print_answer(llm, messages, sampling_params(args))
+                answer = print_answer(llm, messages, params)
             except ValueError as error:
                 print(f"minivllm: {error}", file=sys.stderr)
                 messages.pop()  # the conversation goes on without this question
@@ -267,7 +269,7 @@ def load_reference(llm: LLM):  # transformers' model
     model.generation_config.eos_token_id = None  # as with ignore_eos: all tokens asked for
     return model.to(runner.device, runner.dtype).eval()
 
-# %% ../nbs/37_cli.ipynb #65a21a3b
+# %% ../nbs/37_cli.ipynb #eb63b89a
 def contestants(
     llm: LLM,
     prompts: list[list[int]],
@@ -291,6 +293,12 @@ def bench_questions(args: argparse.Namespace):
     with LLM(**engine_options(args)) as llm:
         questions = [DEMO_PROMPTS[i % len(DEMO_PROMPTS)] for i in range(args.num_prompts)]
         prompts = [llm.engine.encode(as_question(llm, question))[1] for question in questions]
+        longest, room = max(map(len, prompts)) + args.max_tokens, llm.engine.max_model_len
+        if longest > room:  # our answers would end early, and others' would not
+            raise ValueError(
+                f"max_tokens={args.max_tokens}: makes sequences of {longest} tokens, "
+                f"and max_model_len is {room}"
+            )
         runs = contestants(llm, prompts, args.max_tokens, args.compare)
         rows, dtype = compare_runs(runs, args.repeat), str(llm.engine.runner.dtype)
     for row in rows:

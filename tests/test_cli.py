@@ -11,7 +11,7 @@ import pytest
 from byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer, model_folder
 from rigs import DEVICE
 
-import minivllm
+import minivllm.__main__
 from minivllm import LLM, SamplingParams
 from minivllm.bench import load_result
 from minivllm.cli import DEMO_PROMPTS, build_parser, compare_runs, field_comments, main, sampling_params, workload_lines
@@ -129,6 +129,17 @@ def test_what_the_parser_refuses(arguments, capsys):
     assert exit.value.code == 2 and "minivllm" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_mistake_is_found_before_the_model_is_loaded(command, capsys):
+    assert main([command, "--model", "/no/such/folder", "--temperature", "-1"]) == 2
+    assert "minivllm: temperature=-1" in capsys.readouterr().err
+
+
+def test_answers_that_would_end_early_are_not_compared(options, capsys):
+    assert main(["bench", *options, "--max-tokens", "1000", "--repeat", "1", "--num-prompts", "1"]) == 2
+    assert "max_tokens=1000: makes sequences of" in capsys.readouterr().err
+
+
 def test_a_bug_is_not_dressed_up_as_a_mistake(options, monkeypatch):
     monkeypatch.setattr(ModelRunner, "launch", lambda *args: None + 1)
     with pytest.raises(TypeError): main(["generate", "a", *options])
@@ -138,6 +149,17 @@ def test_ctrl_c_ends_generate(options, monkeypatch):
     def interrupted(*args): raise KeyboardInterrupt
     monkeypatch.setattr(ModelRunner, "launch", interrupted)
     assert main(["generate", "a", *options]) == 130
+
+
+def test_ctrl_c_while_pytorch_is_imported(monkeypatch):
+    real = builtins.__import__
+
+    def interrupted(name, *args, **kwargs):
+        if name == "minivllm.cli": raise KeyboardInterrupt
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    assert minivllm.__main__.main() == 130
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "bench"])

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import sidebar
+from minivllm import _nbdocs
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "minivllm"
@@ -229,7 +230,7 @@ def test_wheel_holds_the_whole_package(wheel):
     assert contents(wheel / "minivllm", "*.py").keys() == contents(PACKAGE, "*.py").keys()
     assert {p.name for p in wheel.iterdir() if p.suffix != ".dist-info"} == {"minivllm"}
     (info,) = wheel.glob("*.dist-info")
-    assert "minivllm = minivllm.cli:main" in (info / "entry_points.txt").read_text()
+    assert "minivllm = minivllm.__main__:main" in (info / "entry_points.txt").read_text()
 
 
 def test_wheel_imports_outside_the_repository(wheel, tmp_path):
@@ -396,6 +397,34 @@ def test_imports_stand_alone(notebooks):
     assert not found, report(found)
 
 
+def defined(tree):
+    "Names that the top level of a cell defines"
+    return {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+
+
+def names_in_quotes(function):
+    "Names in a function's quoted annotations"
+    args = function.args
+    notes = [arg.annotation for arg in args.posonlyargs + args.args + args.kwonlyargs] + [function.returns]
+    quoted = [note.value for note in notes if isinstance(note, ast.Constant) and isinstance(note.value, str)]
+    return {node.id for note in quoted for node in ast.walk(ast.parse(note)) if isinstance(node, ast.Name)}
+
+
+def test_annotations_are_known_where_they_stand(notebooks):
+    "The docs build asks for a function's signature right after its cell: what a later cell defines isn't there yet"
+    found = []
+    for nb in notebooks:
+        later = set()
+        for cell in reversed(nb.code_cells):
+            tree = parse(cell)
+            if any(name.startswith("export") for name in directives(cell)):
+                for node in tree.body:
+                    unknown = names_in_quotes(node) & later if isinstance(node, ast.FunctionDef) else ()
+                    found += [f"{nb.name}: {node.name} names {name}" for name in sorted(unknown)]
+                later |= defined(tree)
+    assert not found, report(found)
+
+
 # The site
 
 
@@ -411,6 +440,15 @@ def test_site_lists_every_notebook_in_order():
 
 def test_nbdev_and_quarto_read_one_config():
     assert os.readlink(ROOT / "nbs" / "_quarto.yml") == "../_quarto.yml"
+
+
+def test_signatures_have_no_links():
+    link = "[`plan`](https://example.invalid/x.html#plan)"
+    lines = ["### f\n", "```python\n", f"def f(a, # {link} of a\n", ")\n", "```\n", f"*{link}, and so on*"]
+    cell = {"outputs": [{"data": {"text/markdown": lines}}]}
+    _nbdocs.plain_signatures(cell)
+    plain = cell["outputs"][0]["data"]["text/markdown"]
+    assert plain[2] == "def f(a, # `plan` of a\n" and plain[:2] + plain[3:] == lines[:2] + lines[3:]
 
 
 @pytest.mark.slow

@@ -4,25 +4,26 @@
 
 # %% auto #0
 __all__ = ['SINGLE', 'LOCALHOST', 'logger', 'COLLECTIVE_TIMEOUT', 'MAX_PROGRAMS', 'REGION_BYTES', 'ONE_SHOT_BYTES',
-           'MIN_BLOCK_BYTES', 'RELEASED', 'NO_MULTICAST', 'NO_WATCHDOG', 'TensorParallelGroup', 'PretendGroup',
-           'run_ranks', 'open_store', 'connect_gloo', 'flag_bytes', 'buffer_bytes', 'one_shot_kernel',
-           'one_shot_all_reduce', 'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet',
-           'environment', 'connect_nccl', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'divide']
+           'MIN_BLOCK_BYTES', 'RELEASED', 'PUSH_NUMBERS', 'PUSH_BLOCK', 'NO_MULTICAST', 'NO_WATCHDOG',
+           'TensorParallelGroup', 'PretendGroup', 'run_ranks', 'open_store', 'connect_gloo', 'flag_bytes',
+           'region_bytes', 'one_shot_kernel', 'one_shot_all_reduce', 'buffer_bytes', 'push_kernel', 'push_all_reduce',
+           'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet', 'environment',
+           'connect_nccl', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'divide']
 
-# %% ../nbs/06_distributed.ipynb #aa8c78e3
+# %% ../nbs/06_distributed.ipynb #2a89cdc3
 import logging
 import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from .kernels.common import await_previous, early_launch, tl, triton
+from .kernels.common import await_previous, early_launch, round_to, tl, triton
 
 # %% ../nbs/06_distributed.ipynb #177553ea
 class TensorParallelGroup:
@@ -144,7 +145,7 @@ def connect_gloo(
     options._timeout = COLLECTIVE_TIMEOUT
     return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, options)
 
-# %% ../nbs/06_distributed.ipynb #b3e08878
+# %% ../nbs/06_distributed.ipynb #75d78956
 MAX_PROGRAMS = 128
 REGION_BYTES = 1 << 16
 ONE_SHOT_BYTES = MAX_PROGRAMS * REGION_BYTES  # that a rank reads from others; above, NCCL
@@ -157,11 +158,11 @@ def flag_bytes(world_size: int) -> int:
     return MAX_PROGRAMS * 8 * triton.next_power_of_2(world_size)
 
 
-def buffer_bytes(world_size: int) -> int:
+def region_bytes(world_size: int) -> int:
     "Flags, and for each program a count and two regions"
     return flag_bytes(world_size) + MAX_PROGRAMS * (8 + 2 * REGION_BYTES)
 
-# %% ../nbs/06_distributed.ipynb #ce28d03f
+# %% ../nbs/06_distributed.ipynb #560d3ead
 @triton.jit
 def one_shot_kernel(
     x_ptr,  # `[numel]`
@@ -209,7 +210,7 @@ def one_shot_kernel(
         part = (tl.load(addresses_ptr + r) + region).to(tl.pointer_type(dtype))
         part = tl.multiple_of(part, 16)
         total += tl.load(part + block, inside, cache_modifier=".cg").to(tl.float32)
-    tl.store(y_ptr + pid * BLOCK + block, total.to(dtype), inside)
+    tl.store(y_ptr + pid * BLOCK + block, round_to(total, dtype), inside)
     tl.store(count, call)
 
 # %% ../nbs/06_distributed.ipynb #5f0fcab5
@@ -233,7 +234,72 @@ def one_shot_all_reduce(
     )
     return y
 
-# %% ../nbs/06_distributed.ipynb #d69a7141
+# %% ../nbs/06_distributed.ipynb #c24d135d
+PUSH_NUMBERS = 1 << 15  # of a tensor whose numbers are pushed, at most
+PUSH_BLOCK = 256        # of a program
+
+
+def buffer_bytes(world_size: int) -> int:
+    "What one shot needs, and for the push two words for every number of every rank, and a count for every program"
+    words = 2 * world_size * PUSH_NUMBERS + PUSH_NUMBERS // PUSH_BLOCK
+    return region_bytes(world_size) + 8 * words
+
+# %% ../nbs/06_distributed.ipynb #ca24a52c
+@triton.jit
+def push_kernel(
+    x_ptr,  # `[numel]`
+    y_ptr,  # `[numel]`
+    addresses_ptr,  # `[WORLD_SIZE]` int64, each rank's buffer
+    numel,
+    rank,
+    WORLD_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,  # numbers of a program
+    NUMBERS: tl.constexpr,  # that a rank's words have room for
+    START: tl.constexpr,  # bytes of a buffer in front of the words
+    PDL: tl.constexpr = False,
+):
+    "The sum of all ranks' `x`; every number travels beside the count of the sum that it belongs to"
+    await_previous(PDL)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < numel
+    own = (tl.load(addresses_ptr + rank) + START).to(tl.pointer_type(tl.int64))
+    count_ptr = own + 2 * WORLD_SIZE * NUMBERS + tl.program_id(0)
+    call = (tl.load(count_ptr) + 1) & 0x7FFFFFFF
+    first = call % 2 * WORLD_SIZE * NUMBERS + i
+    # push, to this rank itself too
+    x = tl.load(x_ptr + i, inside)
+    word = (x.to(bits, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (call << 32)
+    for r in tl.static_range(WORLD_SIZE):
+        theirs = (tl.load(addresses_ptr + r) + START).to(tl.pointer_type(tl.int64))
+        tl.store(theirs + first + rank * NUMBERS, word, inside)
+    # add, in the order of the ranks, what has come; -1 is the count of a rank that will never come
+    total = tl.zeros((BLOCK,), tl.float32)
+    for r in tl.static_range(WORLD_SIZE):
+        missing = 1
+        while missing > 0:
+            word = tl.load(own + first + r * NUMBERS, inside, other=-1, volatile=True)
+            missing = tl.max(((word >> 32 != call) & (word >> 32 != -1)).to(tl.int32), 0)
+        total += word.to(bits).to(dtype, bitcast=True).to(tl.float32)
+    tl.store(y_ptr + i, round_to(total, dtype), inside)
+    tl.store(count_ptr, call)
+
+# %% ../nbs/06_distributed.ipynb #b014e71d
+def push_all_reduce(
+    x: torch.Tensor,  # contiguous, at most `PUSH_NUMBERS`
+    addresses: torch.Tensor,  # `[world_size]` int64, each rank's buffer as this rank reaches it
+    rank: int,
+) -> torch.Tensor:  # like `x`
+    "The sum of every rank's `x`, pushed from each to all"
+    world_size, y = len(addresses), torch.empty_like(x)
+    push_kernel[(triton.cdiv(x.numel(), PUSH_BLOCK),)](
+        x, y, addresses, x.numel(), rank, world_size, PUSH_BLOCK, PUSH_NUMBERS,
+        region_bytes(world_size), num_warps=2, **early_launch(x.device),
+    )
+    return y
+
+# %% ../nbs/06_distributed.ipynb #b43fd0b6
 class PeerMemory:
     "This rank's buffer, those of the others, and the sum through them"
 
@@ -245,27 +311,29 @@ class PeerMemory:
     ):
         self.rank, self.buffer, self.addresses = rank, buffer, addresses
         self.flags = buffer[: flag_bytes(len(addresses))].view(torch.int64)
+        start = region_bytes(len(addresses))
+        self.words = buffer[start : start + 16 * len(addresses) * PUSH_NUMBERS].view(torch.int64)
         # what `release` needs must be there before it is needed: the driver loads a kernel when it is
         # first launched, and may wait for the device meanwhile
         self.stream = torch.cuda.Stream(buffer.device) if buffer.is_cuda else None
-        self.set_flags(0)
+        self.set_flags(0, 0)
 
-    def set_flags(self, value: int):
-        "Set this rank's flags, beside whatever its other streams do"
-        if self.stream is None:
-            self.flags.fill_(value)
-            return
-        with torch.cuda.stream(self.stream):
-            self.flags.fill_(value)
-        self.stream.synchronize()
+    def set_flags(self, flag: int, word: int):
+        "Set what this rank waits for, beside whatever its other streams do"
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            self.flags.fill_(flag)
+            self.words.fill_(word)
+        if self.stream is not None:
+            self.stream.synchronize()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         "The sum of every rank's `x`, on every rank"
-        return one_shot_all_reduce(x, self.addresses, self.rank)
+        chosen = push_all_reduce if x.numel() <= PUSH_NUMBERS else one_shot_all_reduce
+        return chosen(x, self.addresses, self.rank)
 
     def release(self):
         "End every wait for another rank, now and later"
-        self.set_flags(RELEASED)
+        self.set_flags(RELEASED, -1)
 
 # %% ../nbs/06_distributed.ipynb #8e890aff
 def cuda_call(

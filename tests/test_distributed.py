@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from minivllm.distributed import (
-    SINGLE, PeerMemory, PretendGroup, ProcessGroup, TensorParallelGroup, buffer_bytes, divide, environment, leave_memory,
+    PUSH_NUMBERS, SINGLE, PeerMemory, PretendGroup, ProcessGroup, TensorParallelGroup, buffer_bytes, divide, environment, leave_memory,
     open_store, run_ranks, share_memory,
 )
 from minivllm.engine.worker import WorkerError
-from tp_rig import Ranks, one_shot_input
+from tp_rig import Ranks, peer_input
 
 
 def test_group_of_one_returns_its_tensor():
@@ -168,32 +168,50 @@ def test_row_parallel_bias_counts_once(ranks):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and want GPUs that reach each other")
-def test_one_shot_kernel(ranks):
+@pytest.mark.parametrize("way", ["one_shot_all_reduce", "push_all_reduce"])
+def test_sums_through_peer_memory(ranks, way):
     sizes = [1, 100, 3000, 7]
     shared = [shared_memory.SharedMemory(create=True, size=buffer_bytes(3)) for _ in range(3)]
     try:
-        results = ranks.run("one_shot", [segment.name for segment in shared], sizes, 12)
+        results = ranks.run("peer_sums", [segment.name for segment in shared], sizes, 12, way)
     finally:
         for segment in shared:
             segment.close()
             segment.unlink()
     for call, sums in enumerate(zip(*results)):
-        expected = sum(one_shot_input(rank, call, sizes) for rank in range(3))
+        parts = [peer_input(rank, call, sizes) for rank in range(3)]
+        expected = sum(part.float() for part in parts).to(parts[0].dtype).float()
         assert np.allclose(sums[0], expected, atol=1e-5)
         assert all(np.array_equal(y, sums[0]) for y in sums)  # the same bits everywhere
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-def test_released_kernels_wait_for_nobody():
+@pytest.mark.parametrize("numel", [5, 40_000])
+def test_released_kernels_wait_for_nobody(numel):
     buffers = [torch.zeros(buffer_bytes(2), dtype=torch.uint8) for _ in range(2)]
     peers = PeerMemory(0, buffers[0], torch.tensor([buffer.data_ptr() for buffer in buffers]))
-    done = threading.Event()
-    thread = threading.Thread(target=lambda: (peers.all_reduce(torch.ones(5)), peers.all_reduce(torch.ones(5)), done.set()))
+    assert (numel <= PUSH_NUMBERS) == (numel == 5)  # each by another kernel
+    done, x = threading.Event(), torch.ones(numel)
+    thread = threading.Thread(target=lambda: (peers.all_reduce(x), peers.all_reduce(x), done.set()))
     thread.start()
-    assert not done.wait(0.3)  # rank 1 never comes
+    assert not done.wait(1)  # rank 1 never comes
     peers.release()
-    assert done.wait(10)
+    assert done.wait(30)
     thread.join()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_a_rank_may_push_one_sum_ahead():
+    buffers, sums = [torch.zeros(buffer_bytes(2), dtype=torch.uint8) for _ in range(2)], []
+    peers = PeerMemory(0, buffers[0], torch.tensor([buffer.data_ptr() for buffer in buffers]))
+    for call, x in ((1, 10.0), (2, 20.0)):  # all that rank 1 pushes, before this rank has begun
+        bits = torch.full((5,), x).view(torch.int32).long()
+        peers.words.view(2, 2, PUSH_NUMBERS)[call % 2, 1, :5] = bits | call << 32
+    thread = threading.Thread(target=lambda: sums.extend(peers.all_reduce(torch.full((5,), x))[0].item() for x in (1.0, 2.0)))
+    thread.start()
+    thread.join(30)
+    peers.release()
+    assert sums == [11.0, 22.0]
 
 
 def test_groups_leave_the_default_group_and_the_threads_alone(ranks):

@@ -4,6 +4,7 @@ from multiprocessing import shared_memory
 
 import torch
 
+from minivllm import distributed
 from minivllm.distributed import PeerMemory, ProcessGroup, buffer_bytes, open_store
 from minivllm.engine.worker import Workers
 from minivllm.layers.linear import RowParallelLinear
@@ -70,24 +71,27 @@ def biased_row_parallel(tp, x, weight, bias):
     return layer(torch.from_numpy(x).chunk(tp.world_size, dim=1)[tp.rank]).numpy()
 
 
-def one_shot(tp, names, sizes, num_calls):
-    "Sums by the kernel, in the interpreter, through memory that the processes share"
+def peer_sums(tp, names, sizes, num_calls, way):
+    "Sums by a kernel, in the interpreter, through memory that the processes share"
     segments = [shared_memory.SharedMemory(name) for name in names]
     buffers = [torch.frombuffer(segment.buf, dtype=torch.uint8)[: buffer_bytes(len(names))] for segment in segments]
     peers = PeerMemory(tp.rank, buffers[tp.rank], torch.tensor([buffer.data_ptr() for buffer in buffers]))
     tp.all_reduce(torch.ones(1))  # nobody's flags are reset any more
     sums = []
     for call in range(num_calls):
-        x = one_shot_input(tp.rank, call, sizes)
+        x = peer_input(tp.rank, call, sizes)
         if call % 3 == tp.rank % 3:
             time.sleep(0.02)  # now this rank is late, now that
-        sums.append(peers.all_reduce(x).numpy())
+        x = getattr(distributed, way)(x, peers.addresses, tp.rank)
+        sums.append(x.float().numpy())
     keep.append((segments, buffers))  # views of the segments must not outlive them
     return sums
 
 
-def one_shot_input(rank, call, sizes):
-    return torch.randn(sizes[call % len(sizes)], generator=torch.Generator().manual_seed(100 * call + rank))
+def peer_input(rank, call, sizes):
+    "Numbers of a rank; those of every fifth call in half precision"
+    x = torch.randn(sizes[call % len(sizes)], generator=torch.Generator().manual_seed(100 * call + rank))
+    return x.to((torch.float32, torch.bfloat16, torch.float16)[(call % 5) % 3])
 
 
 keep = []

@@ -244,14 +244,10 @@ def buffer_bytes(world_size: int) -> int:
     words = 2 * world_size * PUSH_NUMBERS + PUSH_NUMBERS // PUSH_BLOCK
     return region_bytes(world_size) + 8 * words
 
-# %% ../nbs/06_distributed.ipynb #ca24a52c
+# %% ../nbs/06_distributed.ipynb #e1c969de
 @triton.jit
 def push_kernel(
-    x_ptr,  # `[numel]`
-    y_ptr,  # `[numel]`
-    addresses_ptr,  # `[WORLD_SIZE]` int64, each rank's buffer
-    numel,
-    rank,
+    x_ptr, y_ptr, addresses_ptr, numel, rank,  # as for one shot
     WORLD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,  # numbers of a program
     NUMBERS: tl.constexpr,  # that a rank's words have room for

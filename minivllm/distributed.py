@@ -7,8 +7,8 @@ __all__ = ['SINGLE', 'LOCALHOST', 'logger', 'COLLECTIVE_TIMEOUT', 'MAX_PROGRAMS'
            'MIN_BLOCK_BYTES', 'RELEASED', 'PUSH_NUMBERS', 'PUSH_BLOCK', 'NO_MULTICAST', 'NO_WATCHDOG',
            'TensorParallelGroup', 'PretendGroup', 'run_ranks', 'open_store', 'connect_gloo', 'flag_bytes',
            'region_bytes', 'one_shot_kernel', 'one_shot_all_reduce', 'buffer_bytes', 'push_kernel', 'push_all_reduce',
-           'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet', 'environment',
-           'connect_nccl', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'divide']
+           'push_broadcast', 'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet',
+           'environment', 'connect_nccl', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'divide']
 
 # %% ../nbs/06_distributed.ipynb #2a89cdc3
 import logging
@@ -244,7 +244,7 @@ def buffer_bytes(world_size: int) -> int:
     words = 2 * world_size * PUSH_NUMBERS + PUSH_NUMBERS // PUSH_BLOCK
     return region_bytes(world_size) + 8 * words
 
-# %% ../nbs/06_distributed.ipynb #e1c969de
+# %% ../nbs/06_distributed.ipynb #11fb9980
 @triton.jit
 def push_kernel(
     x_ptr, y_ptr, addresses_ptr, numel, rank,  # as for one shot
@@ -252,15 +252,17 @@ def push_kernel(
     BLOCK: tl.constexpr,  # numbers of a program
     NUMBERS: tl.constexpr,  # that a rank's words have room for
     START: tl.constexpr,  # bytes of a buffer in front of the words
+    ROOT: tl.constexpr = -1,  # the rank whose `x` all want; -1: they want the sum
     PDL: tl.constexpr = False,
 ):
-    "The sum of all ranks' `x`; every number travels beside the count of the sum that it belongs to"
+    "The sum of all ranks' `x`, or one of them; a number travels beside the count of the sum that it belongs to"
     await_previous(PDL)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < numel
     own = (tl.load(addresses_ptr + rank) + START).to(tl.pointer_type(tl.int64))
+    own = tl.multiple_of(own, 16)  # so that two words go at once
     count_ptr = own + 2 * WORLD_SIZE * NUMBERS + tl.program_id(0)
     call = (tl.load(count_ptr) + 1) & 0x7FFFFFFF
     first = call % 2 * WORLD_SIZE * NUMBERS + i
@@ -269,6 +271,7 @@ def push_kernel(
     word = (x.to(bits, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (call << 32)
     for r in tl.static_range(WORLD_SIZE):
         theirs = (tl.load(addresses_ptr + r) + START).to(tl.pointer_type(tl.int64))
+        theirs = tl.multiple_of(theirs, 16)
         tl.store(theirs + first + rank * NUMBERS, word, inside)
     # add, in the order of the ranks, what has come; -1 is the count of a rank that will never come
     total = tl.zeros((BLOCK,), tl.float32)
@@ -277,25 +280,41 @@ def push_kernel(
         while missing > 0:
             word = tl.load(own + first + r * NUMBERS, inside, other=-1, volatile=True)
             missing = tl.max(((word >> 32 != call) & (word >> 32 != -1)).to(tl.int32), 0)
-        total += word.to(bits).to(dtype, bitcast=True).to(tl.float32)
-    tl.store(y_ptr + i, round_to(total, dtype), inside)
+        number = word.to(bits).to(dtype, bitcast=True)
+        if ROOT < 0:
+            total += number.to(tl.float32)
+        elif ROOT == r:
+            tl.store(y_ptr + i, number, inside)
+    if ROOT < 0:
+        tl.store(y_ptr + i, round_to(total, dtype), inside)
     tl.store(count_ptr, call)
 
-# %% ../nbs/06_distributed.ipynb #b014e71d
+# %% ../nbs/06_distributed.ipynb #ffe2b81c
 def push_all_reduce(
     x: torch.Tensor,  # contiguous, at most `PUSH_NUMBERS`
     addresses: torch.Tensor,  # `[world_size]` int64, each rank's buffer as this rank reaches it
     rank: int,
+    root: int = -1,  # for `push_broadcast`
 ) -> torch.Tensor:  # like `x`
     "The sum of every rank's `x`, pushed from each to all"
     world_size, y = len(addresses), torch.empty_like(x)
     push_kernel[(triton.cdiv(x.numel(), PUSH_BLOCK),)](
         x, y, addresses, x.numel(), rank, world_size, PUSH_BLOCK, PUSH_NUMBERS,
-        region_bytes(world_size), num_warps=2, **early_launch(x.device),
+        region_bytes(world_size), root, num_warps=2, **early_launch(x.device),
     )
     return y
 
-# %% ../nbs/06_distributed.ipynb #b43fd0b6
+
+def push_broadcast(
+    x: torch.Tensor,  # contiguous, at most `4 * PUSH_NUMBERS` bytes, whole words of 4
+    addresses: torch.Tensor,  # `[world_size]` int64
+    rank: int,
+    root: int,
+) -> torch.Tensor:  # like `x`
+    "The bits of one rank's `x`, on every rank"
+    return push_all_reduce(x.view(torch.int32), addresses, rank, root).view(x.dtype)
+
+# %% ../nbs/06_distributed.ipynb #f15d7336
 class PeerMemory:
     "This rank's buffer, those of the others, and the sum through them"
 
@@ -326,6 +345,10 @@ class PeerMemory:
         "The sum of every rank's `x`, on every rank"
         chosen = push_all_reduce if x.numel() <= PUSH_NUMBERS else one_shot_all_reduce
         return chosen(x, self.addresses, self.rank)
+
+    def broadcast(self, x: torch.Tensor, src: int) -> torch.Tensor:
+        "The `x` of rank `src`, on every rank"
+        return push_broadcast(x, self.addresses, self.rank, src)
 
     def release(self):
         "End every wait for another rank, now and later"
@@ -446,7 +469,7 @@ def options_of(kind, **values):
         setattr(options, name, value)
     return options
 
-# %% ../nbs/06_distributed.ipynb #92e0c27d
+# %% ../nbs/06_distributed.ipynb #7a24455e
 class ProcessGroup(TensorParallelGroup):
     "One of several ranks that are processes of one machine: gloo on the CPU, NCCL between GPUs"
 
@@ -519,6 +542,8 @@ class ProcessGroup(TensorParallelGroup):
         return torch.cat(parts[0], dim) if parts else None
 
     def broadcast(self, x, src=0):
+        if self.peers is not None and 0 < x.nbytes <= 4 * PUSH_NUMBERS and x.nbytes % 4 == 0:
+            return self.peers.broadcast(x.contiguous(), src)
         if x.numel():
             self._run(self.backend.broadcast, [x], options_of(c10d.BroadcastOptions, rootRank=src))
         return x

@@ -221,6 +221,11 @@ def push_all_reduce(launch, dtype, world_size):
     launch(empty(4096, dtype=dtype), integers(world_size, dtype=torch.int64), 1)
 
 
+@launcher("minivllm.distributed", DTYPES[:1], world_size=(2, 8))
+def push_broadcast(launch, dtype, world_size):
+    launch(integers(256, dtype=torch.int64), integers(world_size, dtype=torch.int64), 1, 0)
+
+
 @launcher("minivllm.kernels.decode_fused", head_dim=(128, 64), batch=(((32, 8), 1, 64, False), ((9, 3), 2, 16, False)), norm=(True, False))
 def rope_attend_triton(launch, dtype, head_dim, batch, norm):
     q, k_cache, v_cache, block_tables, context_lens = attention_arguments(dtype, head_dim, batch, queries_each=1)

@@ -13,7 +13,7 @@ import torch
 
 from minivllm.distributed import (
     PUSH_NUMBERS, SINGLE, PeerMemory, PretendGroup, ProcessGroup, TensorParallelGroup, buffer_bytes, divide, environment, leave_memory,
-    open_store, run_ranks, share_memory,
+    open_store, region_bytes, run_ranks, share_memory,
 )
 from minivllm.engine.worker import WorkerError
 from tp_rig import Ranks, peer_input
@@ -183,6 +183,17 @@ def test_sums_through_peer_memory(ranks, way):
         expected = sum(part.float() for part in parts).to(parts[0].dtype).float()
         assert np.allclose(sums[0], expected, atol=1e-5)
         assert all(np.array_equal(y, sums[0]) for y in sums)  # the same bits everywhere
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_tokens_are_told_through_peer_memory():
+    tokens = torch.tensor([151_935, -1, 0, 2**40 + 3])
+    buffers = [torch.zeros(buffer_bytes(2), dtype=torch.uint8) for _ in range(2)]
+    peers = PeerMemory(1, buffers[1], torch.tensor([buffer.data_ptr() for buffer in buffers]))
+    peers.words.view(2, 2, PUSH_NUMBERS)[1, 0, :8] = (tokens.view(torch.int32).long() & 0xFFFFFFFF) | 1 << 32  # by rank 0
+    assert torch.equal(peers.broadcast(torch.zeros_like(tokens), 0), tokens)
+    sent = torch.frombuffer(buffers[0].numpy(), dtype=torch.int64, offset=region_bytes(2)).view(-1)
+    assert (sent[: 4 * PUSH_NUMBERS].view(2, 2, -1)[1, 1, :8] == 1 << 32).all()  # this rank's word, to which nobody listens
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")

@@ -15,7 +15,7 @@ INTERPRET := import torch; print("" if torch.cuda.is_available() else "TRITON_IN
 NBDEV_TEST = env $$($(BIN)/python -c '$(INTERPRET)') OMP_NUM_THREADS=1 timeout --kill-after=20 $(NB_LIMIT) $(BIN)/nbdev_test --n_workers $(WORKERS) --timing
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all check lab docs export clean-nbs clean
+.PHONY: help demo test test-all check lab docs readme export clean-nbs clean
 
 help:
 	@echo "make demo       answer a few prompts with a small real model, on this machine"
@@ -23,7 +23,8 @@ help:
 	@echo "make test-all   the same, with the slow cells and tests"
 	@echo "make check      only the checks on the repository itself"
 	@echo "make lab        JupyterLab on the notebooks"
-	@echo "make docs       the documentation site, in _docs/"
+	@echo "make docs       the documentation site, in _docs/, and README.md"
+	@echo "make readme     README.md, from nbs/index.ipynb"
 	@echo "make export     notebooks -> package, and the sidebar of the site"
 	@echo "make clean-nbs  strip execution counts and other noise from the notebooks"
 	@echo "make clean      remove what was built (.venv stays)"
@@ -55,6 +56,9 @@ lab: $(DEV)
 
 docs: $(DEV)
 	$(BIN)/python tools/build_docs.py
+
+readme: $(DEV)
+	$(BIN)/python tools/readme.py
 
 export: $(DEV)
 	$(BIN)/nbdev_export

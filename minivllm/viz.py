@@ -385,7 +385,7 @@ def small_multiples(
         ax.imshow(image)
     return fig
 
-# %% ../nbs/01_viz.ipynb #7a2a454e
+# %% ../nbs/01_viz.ipynb #b20b152f
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
@@ -419,7 +419,8 @@ def steps_slider(
         return Steps(still)
     frame = cache(lambda step: _png(draw(step), dpi=110))
     slider = IntSlider(description="step", min=0, max=num_steps - 1)
-    image = Image(value=frame(0), format="png", layout=dict(max_width="100%", align_self="flex-start"))
+    layout = dict(max_width="100%", margin="0", align_self="flex-start")
+    image = Image(value=frame(0), format="png", layout=layout)
 
     def show(change):
         image.value = frame(change["new"])

@@ -12,10 +12,12 @@ import zipfile
 from collections import Counter
 from pathlib import Path
 
+import nbformat
 import pytest
 
+import readme
 import sidebar
-from minivllm import _nbdocs
+from minivllm import __version__, _nbdocs
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "minivllm"
@@ -436,6 +438,55 @@ def test_site_lists_every_notebook_in_order():
     found += [f"{name}: in the sidebar, but there is no such notebook" for name in listed if name not in names]
     assert not found, report(found, "run: python tools/sidebar.py")
     assert text == sidebar.rewrite(text, names), "the sidebar is not in reading order; run: python tools/sidebar.py"
+
+
+def test_readme_is_as_the_index_says():
+    "Text, outputs and pictures of README.md are those that index.ipynb has stored"
+    found = readme.outdated(ROOT)
+    assert not found, report(found, "run: make readme")
+
+
+def test_readme_leads_somewhere():
+    text = (ROOT / readme.README).read_text(encoding="utf-8")
+    targets = [target for _, target in readme.LINK.findall(text) if not re.match("[a-z]+:", target)]
+    found = [target for target in targets if not (ROOT / target).is_file()]
+    assert len(targets) > len(sidebar.notebooks()) and not found, report(found)
+
+
+def test_readme_keeps_examples_and_outputs():
+    "What is folded or hidden on the site shows its outputs at most; links are followed from another folder"
+    code = nbformat.v4.new_code_cell
+    print_ = nbformat.v4.new_output("stream", text="42\n")
+    progress = nbformat.v4.new_output("stream", name="stderr", text="50%")
+    plot = nbformat.v4.new_output("display_data", {"image/png": "cG5n", "text/plain": "<Figure>"})
+    nb = nbformat.v4.new_notebook(cells=[
+        nbformat.v4.new_markdown_cell("[a](02_b.ipynb#c) `LICENSE`\n\n```\n[a](b) `LICENSE`\n```"),
+        code("#| hide\nsecret()", outputs=[print_]),
+        code("#| code-fold: true\ntable()", outputs=[print_, progress]),
+        code("answer()", outputs=[plot]),
+    ])
+    cells, images = readme.selected(nb)
+    assert [cell.source for cell in cells[1:]] == ["```text\n42\n```", "```python\nanswer()\n```", "![answer](images/answer.png)"]
+    assert images == {"nbs/images/answer.png": b"png"}
+    shown = readme.to_readme(cells[0].source)
+    assert shown == "[a](nbs/02_b.ipynb) [LICENSE](LICENSE)\n\n```\n[a](b) `LICENSE`\n```"
+    assert readme.to_readme("![x](images/x.png) [s](https://x.org/a.ipynb)") == "![x](nbs/images/x.png) [s](https://x.org/a.ipynb)"
+
+
+def test_changelog_begins_with_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## \[([^\]]+)\]", text, re.M)
+    assert next(version for version in versions if version != "Unreleased") == __version__
+
+
+def test_contributing_maps_every_module(notebooks):
+    "The architecture map names each exported module and the number of its notebook"
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    drawn = set(re.findall(r"(\d\d) ([\w.]+)", text.split("```mermaid")[1].split("```")[0]))
+    exported = {(nb.name[:2], nb.default_exp) for nb in notebooks if nb.default_exp}
+    found = [f"{number} {name}: not on the map" for number, name in sorted(exported - drawn)]
+    found += [f"{number} {name}: on the map, but there is no such notebook" for number, name in sorted(drawn - exported)]
+    assert not found, report(found)
 
 
 def test_nbdev_and_quarto_read_one_config():

@@ -1,5 +1,13 @@
 "What the pictures of minivllm.viz promise: the right boxes, colours and numbers, and one display each"
+import base64
+import json
+import struct
+import sys
+from pathlib import Path
+
 import matplotlib
+import matplotlib.pyplot as plt
+import nbformat
 import pytest
 from matplotlib.figure import Figure
 
@@ -152,7 +160,95 @@ def test_table():
     assert repr(viz.show_table([])) is not None
 
 
+NBS = Path(__file__).parents[1] / "nbs"
+PNG = b"\x89PNG\r\n"
+
+
+def recorder():
+    "A drawing of one bar as high as the step, and the steps that it was asked for"
+    asked = []
+
+    def draw(step):
+        asked.append(step)
+        fig, ax = viz.new_figure(2, 1)
+        ax.bar([0], [step])
+        return fig
+    return draw, asked
+
+
+def shown(value):
+    "What Jupyter makes of a cell's value, by form"
+    from IPython.core.formatters import DisplayFormatter
+    formatter = DisplayFormatter()
+    return formatter.format(value)[0]
+
+
+def test_small_multiples_draw_the_steps_asked_for():
+    draw, asked = recorder()
+    fig = viz.small_multiples(draw, [1, 5, 7], per_row=2)
+    assert asked == [1, 5, 7] and [len(ax.images) for ax in fig.axes] == [1, 1, 1, 0]
+    assert fig.get_size_inches()[1] == pytest.approx(9 / 2 * 2 * 1 / 2)  # two rows, in the shape of the drawing
+
+
+def test_slider_draws_the_step_it_stands_at():
+    widgets = pytest.importorskip("ipywidgets")
+    draw, asked = recorder()
+    steps = viz.steps_slider(draw, 6, viz.new_figure(3, 1)[0])
+    slider, image = steps.widget.children
+    assert isinstance(slider, widgets.IntSlider) and (slider.min, slider.max, slider.value) == (0, 5, 0)
+    assert asked == [0]
+    first = bytes(image.value)
+    slider.value = 4
+    assert asked == [0, 4] and bytes(image.value) != first and bytes(image.value).startswith(PNG)
+    slider.value = 0
+    assert asked == [0, 4] and bytes(image.value) == first  # drawn once
+
+
+def test_frontend_chooses_between_slider_and_figure():
+    pytest.importorskip("ipywidgets")
+    steps = viz.steps_slider(recorder()[0], 3, viz.new_figure(3, 1)[0])
+    forms = shown(steps)
+    assert set(forms) == {viz.WIDGET_VIEW, "image/png", "text/plain"}
+    assert forms[viz.WIDGET_VIEW]["model_id"] == steps.widget.model_id
+    png = forms["image/png"]
+    png = base64.b64decode(png) if isinstance(png, str) else png
+    assert struct.unpack(">2I", png[16:24]) == (300, 100)  # the still figure, not the frame
+
+
+def test_without_ipywidgets_the_figure_stands_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)  # importing it fails
+    draw, asked = recorder()
+    steps = viz.steps_slider(draw, 3, viz.new_figure(3, 1)[0])
+    assert steps.widget is None and asked == [] and set(shown(steps)) == {"image/png", "text/plain"}
+
+
+def test_executed_notebook_stores_the_figure_and_no_widget(monkeypatch, tmp_path):
+    pytest.importorskip("ipywidgets")
+    monkeypatch.syspath_prepend(NBS.parent / "tools")
+    import exec_nbs
+    monkeypatch.setenv("PYTHONPATH", str(NBS.parent))
+    source = """from minivllm.viz import new_figure, small_multiples, steps_slider
+def draw(step):
+    return new_figure(2, 1)[0]
+steps_slider(draw, 3, small_multiples(draw, [0, 2]))"""
+    path = tmp_path / "slides.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)]), path)
+    monkeypatch.setattr(exec_nbs.nbdev_clean, "__wrapped__", lambda fname: None)
+    exec_nbs.execute(path, frozenset())
+    nb = json.loads(path.read_text())
+    (output,) = nb["cells"][0]["outputs"]
+    assert set(output["data"]) == {"image/png", "text/plain"} and "widgets" not in nb["metadata"]
+
+
+def test_no_stored_output_is_a_widget():
+    # a view leads to a model in a kernel that is gone: `python tools/exec_nbs.py` stores a notebook without it
+    views = [path.name for path in sorted(NBS.glob("*.ipynb")) for cell in nbformat.read(path, 4).cells
+             for output in cell.get("outputs", []) if viz.WIDGET_VIEW in output.get("data", {})]
+    assert views == []
+
+
 @pytest.mark.parametrize("draw", [
+    lambda: viz.small_multiples(lambda step: viz.draw_block_tables({0: [0]}, 4), [0, 1]),
     lambda: viz.engine_map(),
     lambda: viz.draw_block_tables({0: [0]}, 4),
     lambda: viz.filmstrip([("now", {0: [0]})], 4),
@@ -165,7 +261,6 @@ def test_table():
     lambda: viz.new_figure()[0],
 ])
 def test_figures_are_white_and_left_to_the_caller_to_show(draw):
-    import matplotlib.pyplot as plt
     plt.close("all")
     fig = draw()
     assert isinstance(fig, Figure) and fig.get_facecolor() == (1, 1, 1, 1)

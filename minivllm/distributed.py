@@ -469,7 +469,7 @@ def options_of(kind, **values):
         setattr(options, name, value)
     return options
 
-# %% ../nbs/06_distributed.ipynb #7a24455e
+# %% ../nbs/06_distributed.ipynb #ac093844
 class ProcessGroup(TensorParallelGroup):
     "One of several ranks that are processes of one machine: gloo on the CPU, NCCL between GPUs"
 
@@ -483,7 +483,8 @@ class ProcessGroup(TensorParallelGroup):
     ):
         super().__init__(rank, world_size)
         self.store, self.device, self.peers = store, torch.device(device), None
-        self.num_threads, self.aborted, self.shared = torch.get_num_threads(), False, None
+        self.num_threads, self.shared = torch.get_num_threads(), None
+        self.ending, self.aborting = threading.Lock(), None  # who watches the others is another thread
         meet(rank, world_size, store, check)
         if self.device.type == "cpu":
             self.backend = connect_gloo(rank, world_size, store)
@@ -521,7 +522,8 @@ class ProcessGroup(TensorParallelGroup):
             work.wait()
 
     def all_reduce(self, x):
-        if self.peers is not None and 0 < x.nbytes * (self.world_size - 1) <= ONE_SHOT_BYTES:
+        short = 0 < x.nbytes * (self.world_size - 1) <= ONE_SHOT_BYTES
+        if self.peers is not None and short and x.is_floating_point():
             return self.peers.all_reduce(x.contiguous())
         if x.numel():
             self._run(self.backend.allreduce, [x], options_of(c10d.AllreduceOptions))
@@ -550,28 +552,30 @@ class ProcessGroup(TensorParallelGroup):
 
     def abort(self):
         "A rank is gone: end every wait for it on this rank's device"
-        self.aborted = True
-        if self.peers is not None:
-            self.peers.release()
-        if self.device.type == "cuda":
+        with self.ending:
+            if self.backend is None or self.device.type == "cpu":
+                return
+            if self.peers is not None:
+                self.peers.release()
             # NCCL lets its kernels go at once, but isn't done before the last graph of its collectives is gone
             self.aborting = threading.Thread(target=self.backend.abort, daemon=True)
             self.aborting.start()
 
     def close(self):
         "Leave the group, when all are done with it; calling it again is harmless"
-        if self.backend is None:
-            return
-        if self.device.type == "cpu":
-            torch.set_num_threads(self.num_threads)
-        elif self.aborted:
-            self.aborting.join(timeout=2)
-        else:
-            self.backend.abort()  # frees what is here; a shutdown would wait for the others
-        if self.shared:
-            with suppress(RuntimeError):  # another rank may have left the device in a bad state
-                leave_memory(self.rank, self.shared)
-        self.backend = self.peers = self.store = self.shared = None
+        with self.ending:
+            if self.backend is None:
+                return
+            if self.device.type == "cpu":
+                torch.set_num_threads(self.num_threads)
+            elif self.aborting is not None:
+                self.aborting.join(timeout=2)
+            else:
+                self.backend.abort()  # frees what is here; a shutdown would wait for the others
+            if self.shared:
+                with suppress(RuntimeError):  # another rank may have left the device in a bad state
+                    leave_memory(self.rank, self.shared)
+            self.backend = self.peers = self.store = self.shared = None
 
 # %% ../nbs/06_distributed.ipynb #4cddcb16
 def divide(

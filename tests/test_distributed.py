@@ -225,6 +225,32 @@ def test_a_rank_may_push_one_sum_ahead():
     assert sums == [11.0, 22.0]
 
 
+def test_a_group_that_is_closed_while_it_is_aborted():
+    "Another thread aborts: the end waits for it, and nothing is aborted twice, or after the end"
+    events, go_on = [], threading.Event()
+
+    class Backend:
+        def abort(self):
+            go_on.wait(10)
+            events.append("aborted")
+
+    group = ProcessGroup(0, 1, open_store(1))
+    group.close()
+    group.backend, group.device = Backend(), torch.device("cuda")
+    group.peers = SimpleNamespace(release=lambda: (time.sleep(0.2), events.append("released")))
+    watching = threading.Thread(target=group.abort)
+    watching.start()
+    time.sleep(0.05)  # it is in the middle of `release`
+    threading.Timer(0.4, go_on.set).start()
+    group.close()
+    assert events == ["released", "aborted"] and group.peers is None
+    group.abort()
+    group.close()
+    watching.join()
+    group.aborting.join()
+    assert events == ["released", "aborted"]
+
+
 def test_groups_leave_the_default_group_and_the_threads_alone(ranks):
     assert not torch.distributed.is_initialized()
     before = torch.get_num_threads()

@@ -213,24 +213,21 @@ def one_shot_kernel(
     tl.store(y_ptr + pid * BLOCK + block, round_to(total, dtype), inside)
     tl.store(count, call)
 
-# %% ../nbs/06_distributed.ipynb #5f0fcab5
+# %% ../nbs/06_distributed.ipynb #8916bc55
 def one_shot_all_reduce(
     x: torch.Tensor,  # contiguous, at most `ONE_SHOT_BYTES`
     addresses: torch.Tensor,  # `[world_size]` int64, each rank's buffer as this rank reaches it
     rank: int,
-    block_bytes: int | None = None,  # of a program; None: as few as the size admits
-    num_warps: int | None = None,  # None: more for a large block
 ) -> torch.Tensor:  # like `x`
     "The sum of every rank's `x`, through memory that they share"
-    if block_bytes is None:
-        block_bytes = triton.next_power_of_2(triton.cdiv(x.nbytes, MAX_PROGRAMS))
-        block_bytes = max(MIN_BLOCK_BYTES, block_bytes)
-    num_warps = num_warps or (16 if block_bytes >= 4096 else 8)
+    block_bytes = triton.next_power_of_2(triton.cdiv(x.nbytes, MAX_PROGRAMS))
+    block_bytes = max(MIN_BLOCK_BYTES, block_bytes)
     world_size, block = len(addresses), block_bytes // x.element_size()
     y = torch.empty_like(x)
     one_shot_kernel[(triton.cdiv(x.numel(), block),)](
         x, y, addresses, x.numel(), rank, world_size, triton.next_power_of_2(world_size),
-        block, MAX_PROGRAMS, REGION_BYTES, num_warps=num_warps, **early_launch(x.device),
+        block, MAX_PROGRAMS, REGION_BYTES,
+        num_warps=16 if block_bytes >= 4096 else 8, **early_launch(x.device),
     )
     return y
 

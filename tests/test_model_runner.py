@@ -103,7 +103,8 @@ def test_every_layer_gives_transformers_hidden_states(name):  # F54
     seq, = admit(runner, BlockManager(runner.num_kv_blocks, 4), PROMPT)
     runner.run_model(runner.prepare_prefill([seq], [20]))
     assert len(ours) == len(theirs) == 2
-    for mine, other in zip(ours, theirs): torch.testing.assert_close(mine, other.reshape(mine.shape), atol=1e-5, rtol=1e-5)
+    tolerance = 5e-5 if DEVICE == "cuda" else 1e-5  # the reference runs on the CPU; a GPU adds in another order
+    for mine, other in zip(ours, theirs): torch.testing.assert_close(mine, other.reshape(mine.shape), atol=tolerance, rtol=tolerance)
 
 
 def test_only_sampled_rows_reach_the_head():
@@ -295,10 +296,13 @@ def test_budget_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 11 * GIB)
     monkeypatch.setattr(model_runner, "warmup_model", lambda runner: 5 * GIB)
-    runner = SimpleNamespace(device="cuda", memory={"weights": 10 * GIB}, uses_graphs=lambda: False,
+    runner = SimpleNamespace(device="cuda", memory={"weights": 10 * GIB}, uses_graphs=lambda: False, reserved_before=0,
                              config=SimpleNamespace(gpu_memory_utilization=0.9))
     assert measure_budget(runner) == 35 * GIB
     assert runner.memory == {"weights": 10 * GIB, "others": 29 * GIB, "activations": 5 * GIB, "total": 80 * GIB}
+    # 9 GiB are another engine's of this process: this one has its own share of 40 GiB all the same
+    runner.reserved_before, runner.config.gpu_memory_utilization = 9 * GIB, 0.5
+    assert measure_budget(runner) == (40 - 2 - 5) * GIB and runner.memory["others"] == 38 * GIB
 
 
 # start and end
@@ -413,7 +417,7 @@ def test_shared_prefixes_change_no_token(monkeypatch):
     "On the CPU the kernels are interpreted"
     runner = make_runner()
     expected = runner.run(shared_seqs(runner, 3), [1] * 3)
-    runner, used, decode = make_runner(), [], TritonAttentionBackend.decode
+    runner, used, decode = make_runner(enforce_eager=True), [], TritonAttentionBackend.decode  # a recorded step calls nothing
     seqs = shared_seqs(runner, 3)
     monkeypatch.setattr(model_runner, "SHARED_PREFIX_BYTES", 1)
     monkeypatch.setattr(TritonAttentionBackend, "decode", lambda *args: used.append(args[3].shared_prefixes is not None) or decode(*args))
@@ -550,7 +554,8 @@ def test_a_second_engine_finds_its_share_beside_the_first():
     first = make_runner(num_kv_blocks=None, gpu_memory_utilization=0.4)
     held = torch.empty(GIB, dtype=torch.uint8, device="cuda")
     second = make_runner(num_kv_blocks=None, gpu_memory_utilization=0.4)
-    assert second.memory["others"] >= first.memory["others"] + held.nbytes
+    pool = sum(cache.nbytes for layer in first.kv_caches for cache in layer)
+    assert second.memory["others"] >= held.nbytes + pool
     assert generate(second, PROMPT)[0] == generate(first, PROMPT)[0]
 
 

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['SHARED_PREFIX_BYTES', 'load_model', 'weight_bytes', 'largest_step', 'dummy_seqs', 'peak_of', 'warmup_model',
-           'measure_budget', 'release_frames', 'current_device', 'decode_batch', 'to_host', 'LaunchedStep',
-           'fill_unknown', 'measure_graphs', 'StepRunner', 'ModelRunner', 'check_shards', 'make_worker', 'start_runner']
+           'reserved_bytes', 'measure_budget', 'release_frames', 'current_device', 'decode_batch', 'to_host',
+           'LaunchedStep', 'fill_unknown', 'measure_graphs', 'StepRunner', 'ModelRunner', 'check_shards', 'make_worker',
+           'start_runner']
 
 # %% ../../nbs/31_engine.model_runner.ipynb #f172bbdf
 import importlib
@@ -132,7 +133,17 @@ def warmup_model(
         runner.kv_caches = []
         torch.cuda.empty_cache()
 
-# %% ../../nbs/31_engine.model_runner.ipynb #95b5a1f8
+# %% ../../nbs/31_engine.model_runner.ipynb #e119582a
+def reserved_bytes(
+    device: str,
+) -> int:
+    "What this process holds of a GPU, in use; 0 on the CPU"
+    if device == "cpu":
+        return 0
+    torch.cuda.empty_cache()  # what nobody uses could be taken for somebody's
+    return torch.cuda.memory_reserved(device)
+
+
 def measure_budget(
     runner,  # a `ModelRunner` with its weights, but no KV cache
 ) -> float:  # bytes
@@ -140,7 +151,8 @@ def measure_budget(
     activations = warmup_model(runner)
     # asked after the warm-up: by now the libraries have taken what they keep for themselves
     free, total = torch.cuda.mem_get_info(runner.device)
-    held = torch.cuda.memory_reserved(runner.device)  # the weights, and the libraries' workspaces
+    # the weights, and the libraries' workspaces
+    held = torch.cuda.memory_reserved(runner.device) - runner.reserved_before
     others = total - free - held
     graphs = measure_graphs(runner) if runner.uses_graphs() else 0
     runner.memory.update(others=others, activations=activations, total=total)
@@ -445,7 +457,7 @@ class StepRunner:
             tokens = torch.empty_like(positions)
         return self.tp.broadcast(tokens)
 
-# %% ../../nbs/31_engine.model_runner.ipynb #aac73cb1
+# %% ../../nbs/31_engine.model_runner.ipynb #11a92ee5
 class ModelRunner(StepRunner):
     "Makes the model and its KV cache on one device, runs steps, and gives both back"
 
@@ -465,6 +477,7 @@ class ModelRunner(StepRunner):
         self.memory = {}  # part -> bytes, as found at the start
         try:
             with current_device(device):
+                self.reserved_before = reserved_bytes(device)
                 self.model = load_model(
                     config, model_config, folder, dtype, device, max_model_len, tp
                 )

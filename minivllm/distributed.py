@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['SINGLE', 'LOCALHOST', 'logger', 'COLLECTIVE_TIMEOUT', 'MAX_PROGRAMS', 'REGION_BYTES', 'ONE_SHOT_BYTES',
-           'MIN_BLOCK_BYTES', 'RELEASED', 'PUSH_NUMBERS', 'PUSH_BLOCK', 'NO_MULTICAST', 'NO_WATCHDOG',
-           'TensorParallelGroup', 'PretendGroup', 'run_ranks', 'open_store', 'connect_gloo', 'flag_bytes',
-           'region_bytes', 'one_shot_kernel', 'one_shot_all_reduce', 'buffer_bytes', 'push_kernel', 'push_all_reduce',
-           'push_broadcast', 'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet',
+           'MIN_BLOCK_BYTES', 'RELEASED', 'PUSH_NUMBERS', 'PUSH_BLOCK', 'SUM_PROGRAMS', 'PLACE_BYTES', 'NO_MULTICAST',
+           'NO_WATCHDOG', 'TensorParallelGroup', 'PretendGroup', 'run_ranks', 'open_store', 'connect_gloo',
+           'flag_bytes', 'region_bytes', 'one_shot_kernel', 'one_shot_all_reduce', 'word_bytes', 'push_kernel',
+           'push_all_reduce', 'push_broadcast', 'sum_flags_start', 'place_start', 'buffer_bytes', 'sum_add_norm_kernel',
+           'sum_add_norm', 'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet',
            'environment', 'connect_nccl', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'divide']
 
-# %% ../nbs/06_distributed.ipynb #2a89cdc3
+# %% ../nbs/06_distributed.ipynb #7b83622e
 import logging
+import math
 import os
 import threading
 import time
@@ -25,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from .kernels.common import await_previous, early_launch, round_to, tl, triton
 
-# %% ../nbs/06_distributed.ipynb #177553ea
+# %% ../nbs/06_distributed.ipynb #a7526318
 class TensorParallelGroup:
     "One rank's view of its group; the base class is a group of one, whose collectives do nothing"
 
@@ -59,6 +61,19 @@ class TensorParallelGroup:
     def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
         "Rank `src`'s `x`, on every rank"
         return self._alone(x)
+
+    def place(self, which: int, shape: tuple, dtype: torch.dtype) -> torch.Tensor | None:
+        "Where this rank's part of a sum is best written, in place 0 or 1; None: anywhere"
+        return None
+
+    def add_rms_norm(
+        self,
+        part: torch.Tensor,  # `[num_tokens, hidden_size]`, of this rank
+        residual: torch.Tensor,  # like `part`, the same on every rank
+        norm,  # an `RMSNorm`
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        "`norm` of the residual stream and the sum of every rank's `part`; the new stream"
+        return norm(self.all_reduce(part), residual)
 
 
 SINGLE = TensorParallelGroup()
@@ -231,15 +246,14 @@ def one_shot_all_reduce(
     )
     return y
 
-# %% ../nbs/06_distributed.ipynb #c24d135d
+# %% ../nbs/06_distributed.ipynb #f1745f9e
 PUSH_NUMBERS = 1 << 15  # of a tensor whose numbers are pushed, at most
 PUSH_BLOCK = 256        # of a program
 
 
-def buffer_bytes(world_size: int) -> int:
-    "What one shot needs, and for the push two words for every number of every rank, and a count for every program"
-    words = 2 * world_size * PUSH_NUMBERS + PUSH_NUMBERS // PUSH_BLOCK
-    return region_bytes(world_size) + 8 * words
+def word_bytes(world_size: int) -> int:
+    "Two words for every number of every rank, and a count for every program"
+    return 8 * (2 * world_size * PUSH_NUMBERS + PUSH_NUMBERS // PUSH_BLOCK)
 
 # %% ../nbs/06_distributed.ipynb #11fb9980
 @triton.jit
@@ -311,9 +325,103 @@ def push_broadcast(
     "The bits of one rank's `x`, on every rank"
     return push_all_reduce(x.view(torch.int32), addresses, rank, root).view(x.dtype)
 
-# %% ../nbs/06_distributed.ipynb #f15d7336
+# %% ../nbs/06_distributed.ipynb #96ced82a
+SUM_PROGRAMS = 1 << 10  # that there are flags for
+PLACE_BYTES = 1 << 26   # of a rank's part: 8,192 rows of 4,096 numbers of 2 bytes
+
+
+def sum_flags_start(world_size: int) -> int:
+    "Bytes in front of the flags and counts of the sum with its norm"
+    return region_bytes(world_size) + word_bytes(world_size)
+
+
+def place_start(
+    world_size: int,
+    which: int,  # 0 or 1
+) -> int:
+    "Bytes of a buffer in front of a place"
+    flags_and_counts = 8 * SUM_PROGRAMS * (world_size + 1)
+    return sum_flags_start(world_size) + flags_and_counts + which * PLACE_BYTES
+
+
+def buffer_bytes(world_size: int) -> int:
+    "For one shot, for the push, for the sum with its norm"
+    return place_start(world_size, 2)
+
+# %% ../nbs/06_distributed.ipynb #4054d2f6
+@triton.jit(do_not_specialize=["num_rows"])  # or it would be compiled anew for 1 row, for 16, for 17
+def sum_add_norm_kernel(
+    out_ptr, stream_ptr, residual_ptr, weight_ptr,
+    addresses_ptr,  # `[WORLD_SIZE]` int64, each rank's buffer
+    num_rows, eps, rank,
+    place,  # bytes of a buffer in front of the part
+    WORLD_SIZE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,  # a power of two, at least HIDDEN
+    PROGRAMS: tl.constexpr,  # that a buffer has flags for
+    FLAGS: tl.constexpr,  # bytes of a buffer in front of them
+    PDL: tl.constexpr = False,
+):
+    "Row by row: the sum of all ranks' parts, added to the residual stream, and the norm of that"
+    pid, column = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
+    await_previous(PDL)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    own = (tl.load(addresses_ptr + rank) + FLAGS).to(tl.pointer_type(tl.int64))
+    count = own + PROGRAMS * WORLD_SIZE + pid
+    call = tl.load(count) + 1
+    # this rank's product is there: say so
+    for r in tl.static_range(WORLD_SIZE):
+        theirs = (tl.load(addresses_ptr + r) + FLAGS).to(tl.pointer_type(tl.int64))
+        tl.atomic_xchg(theirs + pid * WORLD_SIZE + rank, call, sem="release", scope="sys")
+    # wait until all have said so
+    for r in tl.static_range(WORLD_SIZE):
+        seen = call - 1
+        while seen < call:
+            seen = tl.atomic_add(own + pid * WORLD_SIZE + r, call * 0, sem="acquire", scope="sys")
+    tl.debug_barrier()
+    for row in range(pid, num_rows, tl.num_programs(0)):
+        i = row * HIDDEN + column
+        total = tl.zeros((BLOCK,), tl.float32)
+        for r in tl.static_range(WORLD_SIZE):
+            part = (tl.load(addresses_ptr + r) + place).to(tl.pointer_type(dtype))
+            part = tl.multiple_of(part, 16)
+            total += tl.load(part + i, inside, 0.0, cache_modifier=".cg").to(tl.float32)
+        residual = tl.load(residual_ptr + i, inside, 0.0).to(tl.float32)
+        stream = round_to(round_to(total, dtype).to(tl.float32) + residual, dtype)
+        tl.store(stream_ptr + i, stream, inside)
+        x = stream.to(tl.float32)
+        y = round_to(x * tl.rsqrt(tl.sum(x * x) / HIDDEN + eps), dtype).to(tl.float32)
+        tl.store(out_ptr + i, round_to(y * weight, dtype), inside)
+    tl.store(count, call)
+
+# %% ../nbs/06_distributed.ipynb #a6224bcd
+def sum_add_norm(
+    residual: torch.Tensor,  # `[num_tokens, hidden_size]`, dtype of the parts, the same on every rank
+    weight: torch.Tensor,  # `[hidden_size]`, of the norm
+    eps: float,
+    addresses: torch.Tensor,  # `[world_size]` int64, each rank's buffer as this rank reaches it
+    rank: int,
+    place: int,  # bytes of each buffer in front of that rank's part, `[num_tokens, hidden_size]`
+) -> tuple[torch.Tensor, torch.Tensor]:  # the normalised stream; the stream
+    "Sum over the ranks, residual add and RMSNorm in one kernel"
+    (num_rows, hidden_size), world_size = residual.shape, len(addresses)
+    residual, block = residual.contiguous(), triton.next_power_of_2(hidden_size)
+    out, stream = torch.empty_like(residual), torch.empty_like(residual)
+    # an SM must keep registers free while all wait: for the kernel that ends their wait
+    each_sm = 1 if num_rows <= 256 else max(1, min(4, 16384 // block))
+    programs = min(num_rows, 132 * each_sm)
+    sum_add_norm_kernel[(programs,)](
+        out, stream, residual, weight, addresses, num_rows, eps, rank, place, world_size,
+        hidden_size, block, SUM_PROGRAMS, sum_flags_start(world_size),
+        num_warps=8 if block <= 8192 else 16, **early_launch(residual.device),
+    )
+    return out, stream
+
+# %% ../nbs/06_distributed.ipynb #e7d438af
 class PeerMemory:
-    "This rank's buffer, those of the others, and the sum through them"
+    "This rank's buffer, those of the others, and the sums through them"
 
     def __init__(
         self,
@@ -325,6 +433,9 @@ class PeerMemory:
         self.flags = buffer[: flag_bytes(len(addresses))].view(torch.int64)
         start = region_bytes(len(addresses))
         self.words = buffer[start : start + 16 * len(addresses) * PUSH_NUMBERS].view(torch.int64)
+        start = sum_flags_start(len(addresses))
+        self.sum_flags = buffer[start : start + 8 * SUM_PROGRAMS * len(addresses)].view(torch.int64)
+        self.places = [place_start(len(addresses), which) for which in (0, 1)]
         # what `release` needs must be there before it is needed: the driver loads a kernel when it is
         # first launched, and may wait for the device meanwhile
         self.stream = torch.cuda.Stream(buffer.device) if buffer.is_cuda else None
@@ -334,6 +445,7 @@ class PeerMemory:
         "Set what this rank waits for, beside whatever its other streams do"
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             self.flags.fill_(flag)
+            self.sum_flags.fill_(flag)
             self.words.fill_(word)
         if self.stream is not None:
             self.stream.synchronize()
@@ -346,6 +458,22 @@ class PeerMemory:
     def broadcast(self, x: torch.Tensor, src: int) -> torch.Tensor:
         "The `x` of rank `src`, on every rank"
         return push_broadcast(x, self.addresses, self.rank, src)
+
+    def place(self, which: int, shape: tuple, dtype: torch.dtype) -> torch.Tensor | None:
+        "A tensor that all can read, if there is one of this size"
+        nbytes, start = math.prod(shape) * dtype.itemsize, self.places[which]
+        if not 0 < nbytes <= PLACE_BYTES:
+            return None
+        return self.buffer[start : start + nbytes].view(dtype).view(shape)
+
+    def holds(self, part: torch.Tensor) -> bool:
+        "Whether `part` stands in one of the places"
+        return part.is_contiguous() and part.data_ptr() - self.buffer.data_ptr() in self.places
+
+    def add_rms_norm(self, part, residual, weight, eps) -> tuple[torch.Tensor, torch.Tensor]:
+        "Norm and new stream, of parts that stand in the same place on every rank"
+        start = part.data_ptr() - self.buffer.data_ptr()
+        return sum_add_norm(residual, weight, eps, self.addresses, self.rank, start)
 
     def release(self):
         "End every wait for another rank, now and later"
@@ -466,7 +594,7 @@ def options_of(kind, **values):
         setattr(options, name, value)
     return options
 
-# %% ../nbs/06_distributed.ipynb #ac093844
+# %% ../nbs/06_distributed.ipynb #f669d8c7
 class ProcessGroup(TensorParallelGroup):
     "One of several ranks that are processes of one machine: gloo on the CPU, NCCL between GPUs"
 
@@ -546,6 +674,14 @@ class ProcessGroup(TensorParallelGroup):
         if x.numel():
             self._run(self.backend.broadcast, [x], options_of(c10d.BroadcastOptions, rootRank=src))
         return x
+
+    def place(self, which, shape, dtype):
+        return None if self.peers is None else self.peers.place(which, shape, dtype)
+
+    def add_rms_norm(self, part, residual, norm):
+        if self.peers is not None and self.peers.holds(part):
+            return self.peers.add_rms_norm(part, residual, norm.weight, norm.eps)
+        return super().add_rms_norm(part, residual, norm)
 
     def abort(self):
         "A rank is gone: end every wait for it on this rank's device"

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from minivllm.distributed import place_start
+
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -219,6 +221,13 @@ def one_shot_all_reduce(launch, dtype, world_size, nbytes):
 @launcher("minivllm.distributed", world_size=(2, 3, 8))
 def push_all_reduce(launch, dtype, world_size):
     launch(empty(4096, dtype=dtype), integers(world_size, dtype=torch.int64), 1)
+
+
+@launcher("minivllm.distributed", size=HIDDEN, world_size=(2, 3, 8), tokens=(16, 8192))
+def sum_add_norm(launch, dtype, size, world_size, tokens):
+    addresses = integers(world_size, dtype=torch.int64)
+    for which in (0, 1):
+        launch(empty(tokens, size, dtype=dtype), empty(size, dtype=dtype), 1e-6, addresses, 1, place_start(world_size, which))
 
 
 @launcher("minivllm.distributed", DTYPES[:1], world_size=(2, 8))

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from minivllm.distributed import (
-    PUSH_NUMBERS, SINGLE, PeerMemory, PretendGroup, ProcessGroup, TensorParallelGroup, buffer_bytes, divide, environment, leave_memory,
-    open_store, region_bytes, run_ranks, share_memory,
+    PLACE_BYTES, PUSH_NUMBERS, SINGLE, PeerMemory, PretendGroup, ProcessGroup, TensorParallelGroup, buffer_bytes, divide, environment,
+    leave_memory, open_store, region_bytes, run_ranks, share_memory,
 )
 from minivllm.engine.worker import WorkerError
-from tp_rig import Ranks, peer_input
+from minivllm.layers.layernorm import RMSNorm, add_rms_norm_torch
+from tp_rig import Ranks, norm_input, peer_input
 
 
 def test_group_of_one_returns_its_tensor():
@@ -183,6 +184,89 @@ def test_sums_through_peer_memory(ranks, way):
         expected = sum(part.float() for part in parts).to(parts[0].dtype).float()
         assert np.allclose(sums[0], expected, atol=1e-5)
         assert all(np.array_equal(y, sums[0]) for y in sums)  # the same bits everywhere
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_norm_of_a_sum(n):
+    parts, residual, weight = norm_input(n, 0, 4, 6, torch.float32)
+    norm = RMSNorm(6, 1e-5).requires_grad_(False)
+    norm.weight.copy_(weight)
+    for normed, stream in run_ranks(lambda tp: tp.add_rms_norm(parts[tp.rank], residual, norm), n):
+        torch.testing.assert_close(stream, residual + parts.sum(0))
+        torch.testing.assert_close(normed, norm(stream))
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NORM_STEPS = [(5, 64, BF16), (1, 100, FP32), (140, 24, BF16), (9, 24, FP16), (3, 100, BF16)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and want GPUs that reach each other")
+@pytest.mark.parametrize("late", [0, 2])
+def test_sums_with_norms_through_peer_memory(ranks, late):
+    "Fewer rows than programs and more, one number of rows after another, whoever is late"
+    shared = [shared_memory.SharedMemory(create=True, size=buffer_bytes(3)) for _ in range(3)]
+    try:
+        results = ranks.run("peer_norms", [segment.name for segment in shared], NORM_STEPS, late)
+    finally:
+        for segment in shared:
+            segment.close()
+            segment.unlink()
+    for call, (step, pairs) in enumerate(zip(NORM_STEPS, zip(*results))):
+        parts, residual, weight = norm_input(3, call, *step)
+        total = sum(part.float() for part in parts).to(residual.dtype)  # in the order of the ranks
+        for ours, expected in zip(pairs[0], add_rms_norm_torch(total, residual, weight, 1e-5)):
+            np.testing.assert_allclose(ours, expected.float(), rtol=1e-5 if step[2] == FP32 else 1e-2, atol=1e-5)
+        assert np.array_equal(pairs[0][1], (residual + total).float())
+        assert all(np.array_equal(a, b) for pair in pairs for a, b in zip(pair, pairs[0]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_places_of_parts():
+    buffer = torch.zeros(buffer_bytes(1), dtype=torch.uint8)
+    peers = PeerMemory(0, buffer, torch.tensor([buffer.data_ptr()]))
+    largest = peers.place(1, (PLACE_BYTES // 8192, 4096), BF16)
+    assert largest.data_ptr() + largest.nbytes == buffer.data_ptr() + len(buffer)
+    assert peers.place(0, (PLACE_BYTES // 8192, 4096), FP32) is None and peers.place(0, (0, 4096), BF16) is None
+    first = peers.place(0, (3, 8), FP32)
+    assert first.data_ptr() + PLACE_BYTES == largest.data_ptr() and first.data_ptr() % 16 == buffer.data_ptr() % 16
+    assert peers.holds(first) and peers.holds(largest) and peers.holds(first[:2])
+    assert not any(peers.holds(x) for x in (first.clone(), first[1:], first[:, :4], torch.ones(3)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_a_group_sums_where_the_part_stands():
+    "In one kernel what stands in a place, by an all-reduce what doesn't"
+    group, norm = ProcessGroup(0, 1, open_store(1)), RMSNorm(8).requires_grad_(False)
+    x, residual = torch.randn(2, 3, 8)
+    assert group.place(0, (3, 8), FP32) is None
+    buffer, used = torch.zeros(buffer_bytes(1), dtype=torch.uint8), []
+    group.peers = PeerMemory(0, buffer, torch.tensor([buffer.data_ptr()]))
+    group.all_reduce = lambda x: used.append("all_reduce") or x
+    place = group.place(1, (3, 8), FP32)
+    for part in (place.copy_(x), x):
+        normed, stream = group.add_rms_norm(part, residual, norm)
+        torch.testing.assert_close((normed, stream), (norm(x + residual), x + residual))
+    assert used == ["all_reduce"]
+    group.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_released_sums_with_norms_wait_for_nobody():
+    buffers = [torch.zeros(buffer_bytes(2), dtype=torch.uint8) for _ in range(2)]
+    peers = PeerMemory(0, buffers[0], torch.tensor([buffer.data_ptr() for buffer in buffers]))
+    done, residual = threading.Event(), torch.ones(140, 4)
+
+    def twice():
+        for which in (0, 1):
+            peers.add_rms_norm(peers.place(which, (140, 4), FP32), residual, torch.ones(4), 1e-5)
+        done.set()
+
+    thread = threading.Thread(target=twice, daemon=True)
+    thread.start()
+    assert not done.wait(0.5)  # rank 1 never comes
+    peers.release()
+    assert done.wait(30)
+    thread.join()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")

@@ -88,6 +88,35 @@ def peer_sums(tp, names, sizes, num_calls, way):
     return sums
 
 
+def peer_norms(tp, names, steps, late):
+    "Sums with their norms, in the interpreter, one after another; parts stand in places 0 and 1 in turn"
+    segments = [shared_memory.SharedMemory(name) for name in names]
+    buffers = [torch.frombuffer(segment.buf, dtype=torch.uint8)[: buffer_bytes(len(names))] for segment in segments]
+    peers = PeerMemory(tp.rank, buffers[tp.rank], torch.tensor([buffer.data_ptr() for buffer in buffers]))
+    tp.all_reduce(torch.ones(1))  # nobody's flags are reset any more
+    results = []
+    for call, (rows, hidden, dtype) in enumerate(steps):
+        parts, residual, weight = norm_input(len(names), call, rows, hidden, dtype)
+        if tp.rank == late:
+            time.sleep(0.05)  # the others would have come and gone
+        part = peers.place(call % 2, (rows, hidden), dtype)
+        part.copy_(parts[tp.rank])
+        assert peers.holds(part)
+        given = residual.clone()
+        normed, stream = peers.add_rms_norm(part, residual, weight, 1e-5)
+        assert torch.equal(residual, given)
+        results.append((normed.float().numpy(), stream.float().numpy()))
+    keep.append((segments, buffers))
+    return results
+
+
+def norm_input(world_size, call, rows, hidden, dtype):
+    "Every rank's part, the stream, and the weight of the norm"
+    g = torch.Generator().manual_seed(call)
+    parts = torch.randn(world_size, rows, hidden, generator=g).to(dtype)
+    return parts, torch.randn(rows, hidden, generator=g).to(dtype), torch.randn(hidden, generator=g).to(dtype)
+
+
 def peer_input(rank, call, sizes):
     "Numbers of a rank; those of every fifth call in half precision"
     x = torch.randn(sizes[call % len(sizes)], generator=torch.Generator().manual_seed(100 * call + rank))

@@ -51,7 +51,7 @@ class ExpertsDown(nn.Module):
         "Copy this rank's columns of expert `shard_id`'s matrix into their place"
         copy_shard(param.data[shard_id], loaded, 1, self.total, self.tp.rank * self.size)
 
-# %% ../../nbs/23_layers.fused_moe.ipynb #3bac3a27
+# %% ../../nbs/23_layers.fused_moe.ipynb #b0e01987
 class FusedMoE(nn.Module):
     "A router and experts, of which every token takes the likeliest few"
 
@@ -63,11 +63,12 @@ class FusedMoE(nn.Module):
         top_k: int,  # experts for each token
         normalize: bool = True,  # whether the weights of the chosen add up to 1
         tp=SINGLE,  # this rank's group
+        summed: bool = True,  # False: `forward` returns this rank's part, and the norm behind sums
     ):
         super().__init__()
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k={top_k}: there are {num_experts} experts to choose from")
-        self.top_k, self.normalize, self.tp = top_k, normalize, tp
+        self.top_k, self.normalize, self.tp, self.summed = top_k, normalize, tp, summed
         # all ranks hold all of it: they must agree on the experts
         self.gate = ReplicatedLinear(hidden_size, num_experts, tp=tp)
         self.w13 = ExpertsGateUp(num_experts, hidden_size, intermediate_size, tp)
@@ -86,7 +87,7 @@ class FusedMoE(nn.Module):
         "The weighted sum of each token's experts"
         weights, experts = route(self.router_logits(x), self.top_k, self.normalize)
         out = fused_moe(x, self.w13.weight, self.w2.weight, weights, experts)
-        return self.tp.all_reduce(out)
+        return self.tp.all_reduce(out) if self.summed else out
 
     def add_to(self, stream, norm):
         "`stream + self(norm(stream))` of few rows: the router does the norm anew, the last kernel adds"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MIN_ONEDNN_SIZE', 'PACK_FOR_ROWS', 'uses_onednn', 'linear', 'refuse_packed', 'packed', 'pack_weights', 'copy_shard',
-           'load_whole', 'LinearBase', 'ReplicatedLinear', 'ColumnParallelLinear', 'RowParallelLinear',
+           'load_whole', 'LinearBase', 'ReplicatedLinear', 'ColumnParallelLinear', 'linear_into', 'RowParallelLinear',
            'MergedColumnParallelLinear', 'kv_heads_per_rank', 'QKVParallelLinear']
 
 # %% ../../nbs/07_layers.linear.ipynb #2038cbb5
@@ -143,12 +143,32 @@ class ColumnParallelLinear(LinearBase):
         rows = param.shape[0]
         copy_shard(param.data, loaded, 0, rows * self.tp.world_size, rows * self.tp.rank)
 
-# %% ../../nbs/07_layers.linear.ipynb #88ff89c6
+# %% ../../nbs/07_layers.linear.ipynb #c7e5cabe
+def linear_into(
+    out: torch.Tensor,  # `[num_tokens, output_size]`
+    x: torch.Tensor,  # `[num_tokens, input_size]`
+    weight: torch.Tensor,  # `[output_size, input_size]`, not packed
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # `out`
+    "`x @ weight.T + bias`, written where it is wanted"
+    if bias is None:
+        return torch.mm(x, weight.T, out=out)
+    return torch.addmm(bias, x, weight.T, out=out)
+
+
 class RowParallelLinear(LinearBase):
     "Each rank holds a part of the inputs' columns; the partial products are summed over the ranks"
 
-    def __init__(self, input_size, output_size, bias=False, tp=SINGLE):
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = False,
+        tp=SINGLE,
+        place: int | None = None,  # 0 or 1, of this rank's part: the norm behind sums; None: the layer does
+    ):
         super().__init__(divide(input_size, tp.world_size, "input size"), output_size, bias, tp)
+        self.place = place if tp.world_size > 1 else None
 
     def weight_loader(self, param, loaded):
         if param.dim() == 1:
@@ -159,7 +179,12 @@ class RowParallelLinear(LinearBase):
     def forward(self, x):
         # the bias belongs to the sum: added by one rank, or it would count once per rank
         bias = self.bias if self.tp.rank == 0 else None
-        return self.tp.all_reduce(linear(x, self.weight, bias))
+        if self.place is None:
+            return self.tp.all_reduce(linear(x, self.weight, bias))
+        out = self.tp.place(self.place, (len(x), len(self.weight)), x.dtype)
+        if out is None:
+            return linear(x, self.weight, bias)
+        return linear_into(out, x, self.weight, bias)
 
 # %% ../../nbs/07_layers.linear.ipynb #57dd33a8
 class MergedColumnParallelLinear(ColumnParallelLinear):

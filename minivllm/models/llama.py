@@ -52,7 +52,7 @@ def add_product(linear: RowParallelLinear, stream: torch.Tensor, x: torch.Tensor
         y = few_rows_product(x, linear.weight)
     return linear.tp.all_reduce(y)
 
-# %% ../../nbs/20_models.llama.ipynb #9dd06299
+# %% ../../nbs/20_models.llama.ipynb #d875f7fa
 class LlamaAttention(nn.Module):
     "Projection into heads, attention, projection back"
 
@@ -70,7 +70,7 @@ class LlamaAttention(nn.Module):
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads, qkv_bias, tp
         )
-        self.o_proj = RowParallelLinear(heads_size, config.hidden_size, o_bias, tp)
+        self.o_proj = RowParallelLinear(heads_size, config.hidden_size, o_bias, tp, place=0)
         # from here on heads are this rank's: the projection knows how many it holds
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         q_norm, k_norm = self.head_norms(config)
@@ -87,6 +87,7 @@ class LlamaAttention(nn.Module):
         return None, None
 
     def forward(self, x, positions, ctx):
+        "This rank's part of what attention adds to the stream"
         return self.o_proj(self.attn(self.qkv_proj(x), positions, ctx))
 
     def add_to(self, stream, norm, positions, ctx):
@@ -95,7 +96,7 @@ class LlamaAttention(nn.Module):
         x = norm_linear(stream, norm.weight, norm.eps, qkv.weight, qkv.bias)
         return add_product(self.o_proj, stream, attend_few_rows(self.attn, x, positions, ctx))
 
-# %% ../../nbs/20_models.llama.ipynb #aa63e096
+# %% ../../nbs/20_models.llama.ipynb #5fa3dcbe
 class LlamaMLP(nn.Module):
     "Gate and up in one product, the gated activation, down"
 
@@ -106,10 +107,11 @@ class LlamaMLP(nn.Module):
         )
         self.act_fn = SiluAndMul()
         self.down_proj = RowParallelLinear(
-            config.intermediate_size, config.hidden_size, bias=config.mlp_bias, tp=tp
+            config.intermediate_size, config.hidden_size, bias=config.mlp_bias, tp=tp, place=1
         )
 
     def forward(self, x):
+        "This rank's part of what the MLP adds to the stream"
         return self.down_proj(self.act_fn(self.gate_up_proj(x)))
 
     def add_to(self, stream, norm):
@@ -118,31 +120,31 @@ class LlamaMLP(nn.Module):
         x = norm_gate_up_silu(stream, norm.weight, norm.eps, gate_up.weight, gate_up.bias)
         return add_product(self.down_proj, stream, x)
 
-# %% ../../nbs/20_models.llama.ipynb #d6f070c3
+# %% ../../nbs/20_models.llama.ipynb #33dd8070
 class LlamaDecoderLayer(nn.Module):
-    "Norm, attention, norm, MLP; what a branch adds to the stream is added by the norm that follows"
+    "Norm, attention, norm, MLP; what a branch adds to the stream is summed over the ranks and added by the norm that follows"
 
-    def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module):
+    def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module, tp=SINGLE):
         super().__init__()
-        self.self_attn, self.mlp = attention, mlp
+        self.self_attn, self.mlp, self.tp = attention, mlp, tp
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self,
-        x: torch.Tensor,  # `[num_tokens, hidden_size]`, what the previous layer adds to the stream
+        x: torch.Tensor,  # `[num_tokens, hidden_size]`, this rank's part of what the previous layer adds to the stream
         residual: torch.Tensor | None,  # the stream, like `x`; None before the first layer
         positions: torch.Tensor,  # `[num_tokens]`
         ctx: ForwardContext,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # (what this layer adds, the stream)
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # (this rank's part of what this layer adds, the stream)
         "One layer"
         # the first stream is the embedding itself, not its norm
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
-            x, residual = self.input_layernorm(x, residual)
+            x, residual = self.tp.add_rms_norm(x, residual, self.input_layernorm)
         x = self.self_attn(x, positions, ctx)
-        x, residual = self.post_attention_layernorm(x, residual)
+        x, residual = self.tp.add_rms_norm(x, residual, self.post_attention_layernorm)
         return self.mlp(x), residual
 
     def add_to(self, stream, positions, ctx):
@@ -150,9 +152,9 @@ class LlamaDecoderLayer(nn.Module):
         stream = self.self_attn.add_to(stream, self.input_layernorm, positions, ctx)
         if "add_to" in vars(type(self.mlp)):  # a subclass may compute something else
             return self.mlp.add_to(stream, self.post_attention_layernorm)
-        return stream + self.mlp(self.post_attention_layernorm(stream))
+        return stream + self.tp.all_reduce(self.mlp(self.post_attention_layernorm(stream)))
 
-# %% ../../nbs/20_models.llama.ipynb #8028fd6d
+# %% ../../nbs/20_models.llama.ipynb #e38acbb7
 class LlamaModel(nn.Module):
     "Embedding, decoder layers, last norm"
 
@@ -166,10 +168,10 @@ class LlamaModel(nn.Module):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, make_attention(i), make_mlp(i))
+            LlamaDecoderLayer(config, make_attention(i), make_mlp(i), tp)
             for i in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm, self.tp = RMSNorm(config.hidden_size, config.rms_norm_eps), tp
 
     def forward(self, token_ids, positions, ctx):
         x, residual = self.embed_tokens(token_ids), None
@@ -179,7 +181,7 @@ class LlamaModel(nn.Module):
             return self.norm(x)
         for layer in self.layers:
             x, residual = layer(x, residual, positions, ctx)
-        return self.norm(x, residual)[0]
+        return self.tp.add_rms_norm(x, residual, self.norm)[0]
 
     def has_few_rows(self, x) -> bool:
         "Whether the step is a matter of reading the weights"

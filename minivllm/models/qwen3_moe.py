@@ -13,7 +13,7 @@ from .llama import LlamaForCausalLM, LlamaMLP
 from .qwen3 import Qwen3ForCausalLM
 from .registry import register_model
 
-# %% ../../nbs/24_models.qwen3_moe.ipynb #3af16199
+# %% ../../nbs/24_models.qwen3_moe.ipynb #fb1a1443
 def experts_or_mlp(config: ModelConfig, layer_idx: int, tp=SINGLE):
     "The experts of a layer, or the MLP of one that has none"
     experts = config.experts
@@ -26,6 +26,7 @@ def experts_or_mlp(config: ModelConfig, layer_idx: int, tp=SINGLE):
         experts.top_k,
         experts.normalize,
         tp,
+        summed=False,
     )
 
 # %% ../../nbs/24_models.qwen3_moe.ipynb #e6b8dfcd

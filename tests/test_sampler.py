@@ -696,6 +696,13 @@ def test_kernels_on_awkward_rows(device, filters, tiles):
         "all equal": torch.zeros(n, 520),
         "mostly excluded": excluded,
         "float64": wide.double(),
+        "bfloat16": wide.bfloat16(),
+        "bfloat16, a tile cut off": wide[:, :406].bfloat16(),
+        "bfloat16, odd size": wide[:, :403].bfloat16(),
+        "bfloat16, rows at odd distances": torch.cat([wide, wide[:, :1]], 1).bfloat16()[:, :520],
+        "bfloat16, from an odd place": wide.bfloat16()[:, 3:477],
+        "bfloat16, ties": (4 * wide).round().bfloat16(),
+        "bfloat16, mostly excluded": excluded.bfloat16(),
     }.items():
         keys = dict(seeds=torch.arange(n) * 2**33 + 1, positions=torch.arange(n) * 1000)
         for temperature in (0.0, 0.7) if not filters else (0.7,):
@@ -706,8 +713,9 @@ def test_kernels_on_awkward_rows(device, filters, tiles):
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1.0, 3.4e38])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 1.0}])
-@pytest.mark.filterwarnings("ignore:overflow", "ignore:All-NaN", "ignore:divide by zero")  # of the interpreter
-def test_kernels_refuse_what_the_twin_refuses(device, temperature, filters, tiles):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of the latter two are read as a word
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:All-NaN", "ignore:divide by zero", "ignore:invalid value")  # of the interpreter
+def test_kernels_refuse_what_the_twin_refuses(device, dtype, temperature, filters, tiles):
     logits = 3e3 * torch.randn(8, 600, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     logits[0, 550] = torch.nan
     logits[1, 0] = torch.nan
@@ -717,7 +725,7 @@ def test_kernels_refuse_what_the_twin_refuses(device, temperature, filters, tile
     logits[4, 350] = torch.inf
     logits[5] = torch.nan
     logits[6, 1:] = -torch.inf
-    batch = dict(logits=logits, **rows(8, temperature=temperature, **filters), seeds=torch.arange(8), positions=torch.arange(8))
+    batch = dict(logits=logits.to(dtype), **rows(8, temperature=temperature, **filters), seeds=torch.arange(8), positions=torch.arange(8))
     assert same_tokens(batch, device)
     assert sample_torch(**batch).tolist()[:7] == [-1, -1, -1, 599, -1, -1, 0]
 
@@ -766,6 +774,50 @@ def test_programs_change_nothing(blocks, block, monkeypatch):
     monkeypatch.setattr(sampler, "BLOCK", block)
     monkeypatch.setattr(sampler, "BLOCKS", blocks)
     assert same_tokens(batch)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:All-NaN", "ignore:divide by zero", "ignore:invalid value")  # of the interpreter
+@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-4, 0.7, 3.4e38])
+def test_two_logits_in_a_word_have_the_masses_of_two_logits(device, temperature):
+    n = 8
+    logits = 3 * torch.randn(n, 5000, generator=torch.Generator().manual_seed(0))  # two programs, the second's blocks cut off
+    logits[1, ::500] = torch.nan
+    logits[2, :1000], logits[3, 7], logits[4] = -torch.inf, torch.inf, 2.5
+    logits[5] *= 1e30
+    logits[6] -= 1000
+    logits[7, 512:768] = torch.nan  # a block of nothing else
+    logits, temperatures = logits.bfloat16().to(device), torch.full((n,), temperature, device=device)
+    assert sampler.can_pack(logits) and not sampler.can_pack(logits.float())
+    packed = sampler.block_masses(logits, temperatures, [None] * 3)
+    plain = sampler.block_masses(logits.float(), temperatures, [None] * 3)
+    torch.testing.assert_close(packed[1], plain[1], rtol=1e-5, atol=0, equal_nan=True)
+    sane = ~plain[1].isnan()  # where there is a NaN, nobody looks at the largest logit
+    assert not sane[1].all() and not sane[7].all() and sane[[0, 2, 4, 5, 6]].all()
+    assert torch.equal(packed[0][sane], plain[0][sane])
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_on_either_axis_of_the_grid(device, packed):
+    "More rows than a grid's second axis takes lie on its first"
+    logits = torch.randn(3, 1300, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+    temperature, found = torch.tensor([0.0, 0.5, 1.0], device=device), torch.zeros(2, 2, 3, 21, device=device)
+    for axis, masses in enumerate(found):
+        sampler.block_mass_kernel[(3, 6) if axis == 0 else (6, 3)](
+            logits, 1300, temperature, None, None, None, *masses, 1300, 21, 4, 64, packed, axis
+        )
+    assert torch.equal(found[0], found[1]) and (found[0, 1] > 0).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_rows_than_a_second_axis_takes(dtype):
+    n = 70_000
+    logits = torch.randn(n, 16, generator=torch.Generator().manual_seed(0)).to("cuda", dtype)
+    keys = dict(seeds=torch.arange(n, device="cuda"), positions=torch.arange(n, device="cuda"))
+    batch = dict(logits=logits, temperature=torch.ones(n, device="cuda"), **keys)
+    assert (sample_triton(**batch) == sample_torch(**batch)).sum() >= n - 2
 
 
 def test_kernels_draw_the_twins_tokens_from_a_whole_vocabulary():

@@ -4,20 +4,21 @@
 
 # %% auto #0
 __all__ = ['PHILOX_ROUNDS', 'PHILOX_MULTIPLIERS', 'PHILOX_KEY_STEPS', 'MASK32', 'BLOCK', 'FIRST_QUAD', 'FIRST_CANDIDATES',
-           'LOG2E', 'NO_ID', 'BLOCKS', 'MASS_WARPS', 'DRAW_WARPS', 'LANES', 'SCAN', 'CAPACITY', 'FILTER_WARPS',
-           'PASSES', 'LOGPROB_ROWS', 'race', 'philox', 'quad_noise', 'exponential_noise', 'noise_of', 'draw_unfiltered',
-           'most_likely', 'keep_prefix', 'draw_filtered', 'sample_torch', 'exponential', 'quad_bits', 'bits_in_order',
-           'bits_of', 'filters_of', 'block_mass_kernel', 'choice_of', 'noise_in_order', 'draw_kernel', 'candidates',
-           'larger', 'lane_peaks', 'shortlist', 'order_of', 'logit_of', 'find_distance', 'totals', 'cut_of', 'last_tie',
-           'race_kept', 'draw_kept', 'filter_kernel', 'sample_triton', 'penalize', 'adjust_logits', 'top_logprobs',
-           'sample', 'Sampler']
+           'LOG2E', 'NO_ID', 'EMPTY', 'BLOCKS', 'PACKED_WARPS', 'MASS_WARPS', 'DRAW_WARPS', 'LANES', 'SCAN', 'CAPACITY',
+           'FILTER_WARPS', 'PASSES', 'LOGPROB_ROWS', 'race', 'philox', 'quad_noise', 'exponential_noise', 'noise_of',
+           'draw_unfiltered', 'most_likely', 'keep_prefix', 'draw_filtered', 'sample_torch', 'exponential', 'quad_bits',
+           'bits_in_order', 'bits_of', 'finite_of', 'tile_masses', 'halves', 'larger_halves', 'block_peaks', 'quarter',
+           'terms_of', 'packed_masses', 'filters_of', 'block_mass_kernel', 'choice_of', 'noise_in_order', 'draw_kernel',
+           'candidates', 'larger', 'lane_peaks', 'shortlist', 'order_of', 'logit_of', 'find_distance', 'totals',
+           'cut_of', 'last_tie', 'race_kept', 'draw_kept', 'filter_kernel', 'can_pack', 'block_masses', 'draw_from',
+           'sample_triton', 'penalize', 'adjust_logits', 'top_logprobs', 'sample', 'Sampler']
 
-# %% ../../nbs/10_layers.sampler.ipynb #aae1416e
+# %% ../../nbs/10_layers.sampler.ipynb #d7e31201
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..kernels.common import await_previous, can_launch, early_launch, tl, triton
+from ..kernels.common import INTERPRETED, await_previous, can_launch, early_launch, tl, triton
 
 # %% ../../nbs/10_layers.sampler.ipynb #a105f523
 def race(
@@ -243,11 +244,101 @@ def bits_of(ids, seed, position, choice):
     even, odd = tl.where(ids % 4 < 2, w0, w2), tl.where(ids % 4 < 2, w1, w3)
     return tl.where(ids % 2 == 0, even, odd)
 
-# %% ../../nbs/10_layers.sampler.ipynb #e2c42cc8
+# %% ../../nbs/10_layers.sampler.ipynb #35003b7d
 LOG2E = tl.constexpr(1.4426950408889634)
 NO_ID = tl.constexpr(2**31 - 1)
 
 
+@triton.jit
+def finite_of(peak):
+    "What is subtracted: neither an empty block nor an infinite logit may make a NaN"
+    return tl.where((peak > -float("inf")) & (peak < float("inf")), peak, 0.0)
+
+
+@triton.jit
+def tile_masses(row, block, vocab_size, scale, BLOCK: tl.constexpr):
+    "Of some blocks: the largest logit, and the mass relative to it"
+    ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    logits = tl.load(row + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    peak = tl.max(logits, 1)
+    return peak, tl.sum(tl.exp2((logits - finite_of(peak)[:, None]) * scale), 1)
+
+# %% ../../nbs/10_layers.sampler.ipynb #2874fdc3
+EMPTY = tl.constexpr(-0x7F0080)  # a word of two -inf
+
+
+@triton.jit
+def halves(words):
+    "The two bfloat16 of each word, as float32"
+    low = (words << 16).to(tl.float32, bitcast=True)
+    return low, (words & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def larger_halves(a, b):
+    "Words of the larger lower and the larger upper half; a NaN loses"
+    if INTERPRETED:  # which knows no assembly
+        a0, a1 = halves(a)
+        b0, b1 = halves(b)
+        low = tl.maximum(a0, b0).to(tl.int32, bitcast=True)
+        high = tl.maximum(a1, b1).to(tl.int32, bitcast=True)
+        return ((low >> 16) & 0xFFFF) | (high & -65536)
+    else:
+        return tl.inline_asm_elementwise(
+            "max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def block_peaks(w0, w1, w2, w3):
+    "The largest logit of each block, from its quarters"
+    words = larger_halves(larger_halves(w0, w1), larger_halves(w2, w3))
+    if INTERPRETED:
+        low, high = halves(words)
+        return tl.max(tl.maximum(low, high), 1)
+    else:
+        low, high = halves(tl.reduce(words, 1, larger_halves))
+        return tl.maximum(low, high)
+
+# %% ../../nbs/10_layers.sampler.ipynb #23903227
+@triton.jit
+def quarter(words, block, i: tl.constexpr, end, whole, BLOCK: tl.constexpr):
+    "The i-th quarter of each block's words; `whole`: all of them are there"
+    at = block[:, None] * (BLOCK // 2) + i * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
+    if whole:
+        found = tl.load(words + at)
+    else:
+        found = tl.load(words + at, mask=at < end, other=EMPTY)
+    return found
+
+
+@triton.jit
+def terms_of(words, scale, offset):
+    "The exponentials of both logits of each word, added"
+    low, high = halves(words)
+    return tl.exp2(tl.fma(low, scale, offset)) + tl.exp2(tl.fma(high, scale, offset))
+
+# %% ../../nbs/10_layers.sampler.ipynb #bc0cc6c5
+@triton.jit
+def packed_masses(row, block, vocab_size, whole, scale, BLOCK: tl.constexpr):
+    "`tile_masses` of bfloat16 logits, read as words of two"
+    words, end = row.to(tl.pointer_type(tl.int32)), vocab_size // 2
+    w0, w1 = quarter(words, block, 0, end, whole, BLOCK), quarter(words, block, 1, end, whole, BLOCK)
+    w2, w3 = quarter(words, block, 2, end, whole, BLOCK), quarter(words, block, 3, end, whole, BLOCK)
+    peak = block_peaks(w0, w1, w2, w3)
+    finite = finite_of(peak)
+    # c stays below 2**27: from the exponent of the peak, that of the largest scale
+    exponent = finite.to(tl.int32, bitcast=True) & 0x7F800000
+    largest = (253 << 23) - tl.maximum(exponent - (27 << 23), 0)
+    scale = tl.minimum(scale, largest.to(tl.float32, bitcast=True))
+    c = finite * scale
+    s, offset = scale[:, None], -c[:, None]
+    terms = terms_of(w0, s, offset) + terms_of(w1, s, offset)
+    terms += terms_of(w2, s, offset) + terms_of(w3, s, offset)
+    # what c was rounded by
+    return peak, tl.sum(terms, 1) * tl.exp2(-tl.fma(finite, scale, -c))
+
+# %% ../../nbs/10_layers.sampler.ipynb #a68d93a7
 @triton.jit
 def filters_of(index, top_k, top_p, min_p, vocab_size):
     "A row's filters, and whether it asks for any; one that is None keeps everything"
@@ -262,29 +353,29 @@ def filters_of(index, top_k, top_p, min_p, vocab_size):
         floor = tl.load(min_p + index).to(tl.float32)
     return k, p, floor, (k < vocab_size) | (p < 1) | (floor > 0)
 
-# %% ../../nbs/10_layers.sampler.ipynb #cd28bb2f
+# %% ../../nbs/10_layers.sampler.ipynb #3492c539
 @triton.jit
 def block_mass_kernel(
     logits_ptr, row_stride, temperature_ptr, top_k, top_p, min_p, peak_ptr, mass_ptr,
-    vocab_size, num_blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False,
+    vocab_size, num_blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, ROW_AXIS: tl.constexpr, PDL: tl.constexpr = False,
 ):
     "Of some blocks of a row: the largest logit, and the mass relative to it"
     await_previous(PDL)
-    index = tl.program_id(0).to(tl.int64)
+    index, tile = tl.program_id(ROW_AXIS).to(tl.int64), tl.program_id(1 - ROW_AXIS)
     temperature = tl.load(temperature_ptr + index).to(tl.float32)
     k, p, floor, asks = filters_of(index, top_k, top_p, min_p, vocab_size)
     drawn = temperature > 0
     if drawn & asks:
         return
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)
     row = logits_ptr + index * row_stride
-    logits = tl.load(row + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-    peak = tl.max(logits, 1)
-    # neither an empty block nor a tiny temperature may make a NaN
-    finite = tl.where((peak > -float("inf")) & (peak < float("inf")), peak, 0.0)
     scale = LOG2E / tl.where(drawn, tl.maximum(temperature, 1e-37), 1.0)
-    mass = tl.sum(tl.exp2((logits - finite[:, None]) * scale), 1)
+    if PACKED:
+        whole = (tile + 1) * (BLOCKS * BLOCK) <= vocab_size
+        peak, mass = packed_masses(row, block, vocab_size, whole, scale, BLOCK)
+    else:
+        peak, mass = tile_masses(row, block, vocab_size, scale, BLOCK)
     at = index * num_blocks + block
     tl.store(peak_ptr + at, peak, mask=block < num_blocks)
     tl.store(mass_ptr + at, mass, mask=block < num_blocks)
@@ -593,8 +684,47 @@ def filter_kernel(
             )
         tl.store(token_ids_ptr + index, token_id.to(tl.int64))
 
-# %% ../../nbs/10_layers.sampler.ipynb #fc3eaa8b
-BLOCKS, MASS_WARPS, DRAW_WARPS = 16, 4, 4
+# %% ../../nbs/10_layers.sampler.ipynb #a42f6efa
+BLOCKS, PACKED_WARPS, MASS_WARPS, DRAW_WARPS = 16, 2, 4, 4
+
+
+def can_pack(logits: torch.Tensor) -> bool:
+    "Whether all rows are whole words of two bfloat16"
+    even = logits.shape[1] % 2 == 0 and logits.stride(0) % 2 == 0
+    return logits.dtype == torch.bfloat16 and even and logits.data_ptr() % 4 == 0
+
+
+def block_masses(
+    logits: torch.Tensor,       # `[num_rows, vocab_size]`, any float dtype
+    temperature: torch.Tensor,  # `[num_rows]` float32
+    filters,                    # top_k, top_p, min_p, each `[num_rows]` or None: rows that ask are left out
+) -> torch.Tensor:              # `[2, num_rows, num_blocks]` float32
+    "Of each block of ids the largest logit, and the mass relative to it"
+    num_rows, vocab_size = logits.shape
+    num_blocks = triton.cdiv(vocab_size, BLOCK)
+    masses = torch.empty(2, num_rows, num_blocks, dtype=torch.float32, device=logits.device)
+    packed, grid = can_pack(logits), (triton.cdiv(num_blocks, BLOCKS), num_rows)
+    row_axis = 1 if num_rows < 2**16 else 0  # only a grid's first axis goes further
+    block_mass_kernel[grid if row_axis else grid[::-1]](
+        logits, logits.stride(0), temperature, *filters, *masses, vocab_size, num_blocks,
+        BLOCKS, BLOCK, packed, row_axis,
+        num_warps=PACKED_WARPS if packed else MASS_WARPS, **early_launch(logits.device),
+    )
+    return masses
+
+
+def draw_from(masses, logits, temperature, seeds, positions, filters, choices):
+    "The tokens of rows without filters, `[num_rows]` int64; others are left to be filled"
+    (num_rows, vocab_size), num_blocks = logits.shape, masses.shape[2]
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    draw_kernel[(num_rows,)](
+        logits, logits.stride(0), temperature, seeds, positions, *filters, choices, *masses,
+        token_ids, vocab_size, num_blocks, FIRST_QUAD, max(triton.next_power_of_2(num_blocks), 16),
+        BLOCK, num_warps=DRAW_WARPS, **early_launch(logits.device),
+    )
+    return token_ids
+
+# %% ../../nbs/10_layers.sampler.ipynb #7fab9620
 LANES, SCAN, CAPACITY, FILTER_WARPS = 4096, 8192, 2048, 16
 PASSES = {torch.bfloat16: 8, torch.float16: 10}  # two bits each; float16 has 19 of float32's
 
@@ -604,32 +734,20 @@ def sample_triton(
 ):
     "`sample_torch` without waiting for the device: the logits are read once, the filters' rows again"
     num_rows, vocab_size = logits.shape
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
-        return token_ids
+        return torch.empty(0, dtype=torch.int64, device=logits.device)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     temperature, seeds, positions = (x.contiguous() for x in (temperature, seeds, positions))
     filters = [x if x is None else x.contiguous() for x in (top_k, top_p, min_p)]
     choices = choices if choices is None else choices.contiguous()
-    rows = logits, logits.stride(0), temperature
-
-    num_blocks = triton.cdiv(vocab_size, BLOCK)
-    sizes = vocab_size, num_blocks
-    peak, mass = torch.empty(2, num_rows, num_blocks, dtype=torch.float32, device=logits.device)
-    block_mass_kernel[num_rows, triton.cdiv(num_blocks, BLOCKS)](
-        *rows, *filters, peak, mass, *sizes, BLOCKS, BLOCK,
-        num_warps=MASS_WARPS, **early_launch(logits.device),
-    )
-    max_blocks = max(triton.next_power_of_2(num_blocks), 16)
-    draw_kernel[(num_rows,)](
-        *rows, seeds, positions, *filters, choices, peak, mass, token_ids, *sizes,
-        FIRST_QUAD, max_blocks, BLOCK, num_warps=DRAW_WARPS, **early_launch(logits.device),
-    )
+    masses = block_masses(logits, temperature, filters)
+    token_ids = draw_from(masses, logits, temperature, seeds, positions, filters, choices)
     if any(x is not None for x in filters):
         lists = torch.empty(num_rows, CAPACITY, dtype=torch.int32, device=logits.device)
         filter_kernel[(num_rows,)](
-            *rows, seeds, positions, *filters, choices, lists, token_ids, vocab_size,
-            PASSES.get(logits.dtype, 16), LANES, SCAN, CAPACITY, num_warps=FILTER_WARPS,
+            logits, logits.stride(0), temperature, seeds, positions, *filters, choices, lists,
+            token_ids, vocab_size, PASSES.get(logits.dtype, 16), LANES, SCAN, CAPACITY,
+            num_warps=FILTER_WARPS,
         )
     return token_ids
 

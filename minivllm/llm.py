@@ -77,7 +77,7 @@ def naming_prompt(
     except ValueError as error:
         raise ValueError(f"prompt {i}: {error}") from error
 
-# %% ../nbs/35_llm.ipynb #1e311669
+# %% ../nbs/35_llm.ipynb #f16de55c
 class SharedEngine:
     "An engine for several calls at once: each gets its own outputs, and leaves nothing behind"
 
@@ -86,6 +86,7 @@ class SharedEngine:
         self.request_ids = count()
         self.outputs = {}  # request_id -> the newest outputs of the call that it belongs to
         self.lock = threading.Lock()  # held by whoever is at work in the engine
+        self.entrance = threading.Lock()  # by who waits for it, and by who does anything but a step
         self.given_up = deque()  # requests that are to be aborted by whoever has the lock
 
     def give_up(
@@ -116,7 +117,7 @@ class SharedEngine:
         "All prompts in the queue or, if one is bad, none; afterwards nothing of them stays behind"
         ids, outputs = [], {}
         try:
-            with self.lock:
+            with self.entrance, self.lock:
                 unused = (str(n) for n in self.request_ids if str(n) not in self.engine.requests)
                 ids.extend(islice(unused, len(prompts)))
                 for i, (request_id, *request) in enumerate(zip(ids, prompts, params)):
@@ -132,6 +133,8 @@ class SharedEngine:
 
     def step(self):
         "One engine step, for everybody: each output goes to the call that asked for it"
+        with self.entrance:
+            pass  # a lock goes to who asks first, and who steps in a loop always would
         with self.lock:
             for output in self.engine.step():
                 if output.request_id in self.outputs:
@@ -303,7 +306,7 @@ def is_conversation(messages) -> bool:
         for message in messages
     )
 
-# %% ../nbs/35_llm.ipynb #887d895f
+# %% ../nbs/35_llm.ipynb #bb0bc8fe
 class LLM(SharedEngine):
     "Offline inference with vLLM's names: generate, chat, stream"
 
@@ -395,7 +398,7 @@ class LLM(SharedEngine):
 
     def close(self):
         "Give the model and the cache back; closing twice is harmless"
-        with self.lock:
+        with self.entrance, self.lock:
             self.engine.exit()
         self.give_up([])
 

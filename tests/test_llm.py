@@ -490,16 +490,20 @@ def test_a_long_call_keeps_no_other_thread_out(folder):
 
 def test_closing_while_another_thread_generates(folder):
     llm = LLM(str(folder), **{**T0, "max_model_len": 256, "num_kv_blocks": 128})
-    began = threading.Event()
+    began, steps, asked = threading.Event(), [], []
     step = llm.engine.step
-    llm.engine.step = lambda: (began.set(), step())[1]
+    llm.engine.step = lambda: (began.set(), steps.append(None), step())[2]
 
     def close():
         began.wait(30)
+        asked.append(len(steps))
         llm.close()
+        asked.append(len(steps))
 
     result, _ = in_threads(lambda: llm.generate("a", SamplingParams(max_tokens=250, ignore_eos=True), use_tqdm=False), close)
     assert isinstance(result, RuntimeError) and "closed" in str(result)
+    # fails without the entrance: who steps in a loop gets the lock again and again
+    assert asked[1] - asked[0] <= 25, asked  # one step, and what runs before this thread has its turn
 
 
 PREPARING = {"schedule": "engine.scheduler.schedule", "launch": "engine.runner.launch", "advance": "engine.scheduler.advance",

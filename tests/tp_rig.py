@@ -71,12 +71,19 @@ def biased_row_parallel(tp, x, weight, bias):
     return layer(torch.from_numpy(x).chunk(tp.world_size, dim=1)[tp.rank]).numpy()
 
 
-def peer_sums(tp, names, sizes, num_calls, way):
-    "Sums by a kernel, in the interpreter, through memory that the processes share"
+def peers_of(tp, names):
+    "This rank's view of memory that the processes share"
     segments = [shared_memory.SharedMemory(name) for name in names]
     buffers = [torch.frombuffer(segment.buf, dtype=torch.uint8)[: buffer_bytes(len(names))] for segment in segments]
     peers = PeerMemory(tp.rank, buffers[tp.rank], torch.tensor([buffer.data_ptr() for buffer in buffers]))
+    keep.append((segments, buffers))  # views of the segments must not outlive them
     tp.all_reduce(torch.ones(1))  # nobody's flags are reset any more
+    return peers
+
+
+def peer_sums(tp, names, sizes, num_calls, way):
+    "Sums by a kernel, in the interpreter, through memory that the processes share"
+    peers = peers_of(tp, names)
     sums = []
     for call in range(num_calls):
         x = peer_input(tp.rank, call, sizes)
@@ -84,16 +91,12 @@ def peer_sums(tp, names, sizes, num_calls, way):
             time.sleep(0.02)  # now this rank is late, now that
         x = getattr(distributed, way)(x, peers.addresses, tp.rank)
         sums.append(x.float().numpy())
-    keep.append((segments, buffers))  # views of the segments must not outlive them
     return sums
 
 
 def peer_norms(tp, names, steps, late):
     "Sums with their norms, in the interpreter, one after another; parts stand in places 0 and 1 in turn"
-    segments = [shared_memory.SharedMemory(name) for name in names]
-    buffers = [torch.frombuffer(segment.buf, dtype=torch.uint8)[: buffer_bytes(len(names))] for segment in segments]
-    peers = PeerMemory(tp.rank, buffers[tp.rank], torch.tensor([buffer.data_ptr() for buffer in buffers]))
-    tp.all_reduce(torch.ones(1))  # nobody's flags are reset any more
+    peers = peers_of(tp, names)
     results = []
     for call, (rows, hidden, dtype) in enumerate(steps):
         parts, residual, weight = norm_input(len(names), call, rows, hidden, dtype)
@@ -106,7 +109,6 @@ def peer_norms(tp, names, steps, late):
         normed, stream = peers.add_rms_norm(part, residual, weight, 1e-5)
         assert torch.equal(residual, given)
         results.append((normed.float().numpy(), stream.float().numpy()))
-    keep.append((segments, buffers))
     return results
 
 

@@ -418,6 +418,7 @@ def test_shared_prefixes_change_no_token(monkeypatch):
     runner = make_runner()
     expected = runner.run(shared_seqs(runner, 3), [1] * 3)
     runner, used, decode = make_runner(enforce_eager=True), [], TritonAttentionBackend.decode  # a recorded step calls nothing
+    monkeypatch.setattr(type(runner.model.model), "has_few_rows", lambda *args: False)  # their kernel attends to rows one by one
     seqs = shared_seqs(runner, 3)
     monkeypatch.setattr(model_runner, "SHARED_PREFIX_BYTES", 1)
     monkeypatch.setattr(TritonAttentionBackend, "decode", lambda *args: used.append(args[3].shared_prefixes is not None) or decode(*args))

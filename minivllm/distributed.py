@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['SINGLE', 'LOCALHOST', 'logger', 'COLLECTIVE_TIMEOUT', 'MAX_PROGRAMS', 'REGION_BYTES', 'ONE_SHOT_BYTES',
-           'MIN_BLOCK_BYTES', 'RELEASED', 'PUSH_NUMBERS', 'PUSH_BLOCK', 'SUM_PROGRAMS', 'PLACE_BYTES', 'NO_MULTICAST',
-           'NO_WATCHDOG', 'TensorParallelGroup', 'PretendGroup', 'run_ranks', 'open_store', 'connect_gloo',
-           'flag_bytes', 'region_bytes', 'one_shot_kernel', 'one_shot_all_reduce', 'word_bytes', 'push_kernel',
-           'push_all_reduce', 'push_broadcast', 'sum_flags_start', 'place_start', 'buffer_bytes', 'sum_add_norm_kernel',
-           'sum_add_norm', 'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet',
-           'environment', 'connect_nccl', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'divide']
+           'MIN_BLOCK_BYTES', 'RELEASED', 'PUSH_NUMBERS', 'PUSH_BLOCK', 'SUM_PROGRAMS', 'PLACE_BYTES', 'LINE_ROWS',
+           'ROW_LINES', 'TABLE_BYTES', 'NO_MULTICAST', 'NO_WATCHDOG', 'TensorParallelGroup', 'PretendGroup',
+           'run_ranks', 'open_store', 'connect_gloo', 'flag_bytes', 'region_bytes', 'one_shot_kernel',
+           'one_shot_all_reduce', 'word_bytes', 'push_kernel', 'push_all_reduce', 'push_broadcast', 'sum_flags_start',
+           'lines_start', 'place_start', 'buffer_bytes', 'sum_add_norm_kernel', 'sum_add_norm', 'four_of', 'words_of',
+           'rounded_sums', 'rms_normed', 'push_add_norm_kernel', 'lines_of_row', 'fits_lines', 'push_add_norm',
+           'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet', 'environment',
+           'connect_nccl', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'divide']
 
-# %% ../nbs/06_distributed.ipynb #7b83622e
+# %% ../nbs/06_distributed.ipynb #6e7f96b7
 import logging
 import math
 import os
@@ -25,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from .kernels.common import await_previous, early_launch, round_to, tl, triton
+from .kernels.common import INTERPRETED, await_previous, early_launch, round_to, tl, triton
 
-# %% ../nbs/06_distributed.ipynb #a7526318
+# %% ../nbs/06_distributed.ipynb #9aa6bd09
 class TensorParallelGroup:
     "One rank's view of its group; the base class is a group of one, whose collectives do nothing"
 
@@ -65,6 +67,14 @@ class TensorParallelGroup:
     def place(self, which: int, shape: tuple, dtype: torch.dtype) -> torch.Tensor | None:
         "Where this rank's part of a sum is best written, in place 0 or 1; None: anywhere"
         return None
+
+    def columns(self, shape: tuple, dtype: torch.dtype) -> torch.Tensor | None:
+        "Where this rank best writes its columns of a tensor that rank 0 wants whole; None: `gather` them"
+        return None
+
+    def assemble(self, columns: torch.Tensor) -> torch.Tensor | None:
+        "The whole tensor on rank 0, once every rank has written its `columns`; None elsewhere"
+        return self._alone(columns)
 
     def add_rms_norm(
         self,
@@ -325,9 +335,12 @@ def push_broadcast(
     "The bits of one rank's `x`, on every rank"
     return push_all_reduce(x.view(torch.int32), addresses, rank, root).view(x.dtype)
 
-# %% ../nbs/06_distributed.ipynb #96ced82a
+# %% ../nbs/06_distributed.ipynb #40a97117
 SUM_PROGRAMS = 1 << 10  # that there are flags for
 PLACE_BYTES = 1 << 26   # of a rank's part: 8,192 rows of 4,096 numbers of 2 bytes
+LINE_ROWS = 256         # whose parts are pushed in lines, at most
+ROW_LINES = 148         # of a row, at most: 8,288 numbers of 2 bytes
+TABLE_BYTES = 1 << 27   # on rank 0: 256 rows of 262,144 numbers of 2 bytes
 
 
 def sum_flags_start(world_size: int) -> int:
@@ -335,18 +348,26 @@ def sum_flags_start(world_size: int) -> int:
     return region_bytes(world_size) + word_bytes(world_size)
 
 
+def lines_start(world_size: int) -> int:
+    "Bytes in front of the lines: two for each of every rank's, and a count for every row"
+    return sum_flags_start(world_size) + 8 * SUM_PROGRAMS * (world_size + 1)
+
+
 def place_start(
     world_size: int,
     which: int,  # 0 or 1
 ) -> int:
     "Bytes of a buffer in front of a place"
-    flags_and_counts = 8 * SUM_PROGRAMS * (world_size + 1)
-    return sum_flags_start(world_size) + flags_and_counts + which * PLACE_BYTES
+    lines = 2 * world_size * LINE_ROWS * ROW_LINES * 128 + 8 * LINE_ROWS
+    return lines_start(world_size) + lines + which * PLACE_BYTES
 
 
-def buffer_bytes(world_size: int) -> int:
-    "For one shot, for the push, for the sum with its norm"
-    return place_start(world_size, 2)
+def buffer_bytes(
+    world_size: int,
+    rank: int = 1,
+) -> int:
+    "For one shot, for the push, for the sums with their norm; on rank 0 for the table, too"
+    return place_start(world_size, 2) + (TABLE_BYTES if rank == 0 else 0)
 
 # %% ../nbs/06_distributed.ipynb #4054d2f6
 @triton.jit(do_not_specialize=["num_rows"])  # or it would be compiled anew for 1 row, for 16, for 17
@@ -419,7 +440,135 @@ def sum_add_norm(
     )
     return out, stream
 
-# %% ../nbs/06_distributed.ipynb #e7d438af
+# %% ../nbs/06_distributed.ipynb #73ce4d08
+@triton.jit
+def four_of(words, dtype: tl.constexpr):
+    "The numbers of 2 bytes in words of 8, as float32: a tuple of four"
+    numbers = ()
+    for i in tl.static_range(4):
+        half = ((words >> (16 * i)) & 0xFFFF).to(tl.int16)
+        numbers += (half.to(dtype, bitcast=True).to(tl.float32),)
+    return numbers
+
+
+@triton.jit
+def words_of(numbers, dtype: tl.constexpr):
+    "Four numbers, rounded, in words of 8 bytes"
+    words = tl.zeros(numbers[0].shape, tl.int64)
+    for i in tl.static_range(4):
+        half = round_to(numbers[i], dtype).to(tl.int16, bitcast=True)
+        words |= (half.to(tl.int64) & 0xFFFF) << (16 * i)
+    return words
+
+
+@triton.jit
+def rounded_sums(a, b, dtype: tl.constexpr):
+    "Four sums, rounded as memory of this dtype would"
+    sums = ()
+    for i in tl.static_range(4):
+        sums += (round_to(a[i] + b[i], dtype).to(tl.float32),)
+    return sums
+
+
+@triton.jit
+def rms_normed(numbers, weight, is_data, hidden: tl.constexpr, eps, dtype: tl.constexpr):
+    "RMSNorm of a row that comes in fours"
+    squares = numbers[0] * numbers[0] + numbers[1] * numbers[1]
+    squares += numbers[2] * numbers[2] + numbers[3] * numbers[3]
+    scale = tl.rsqrt(tl.sum(tl.where(is_data, squares, 0.0)) / hidden + eps)
+    result = ()
+    for i in tl.static_range(4):
+        result += (round_to(numbers[i] * scale, dtype).to(tl.float32) * weight[i],)
+    return result
+
+# %% ../nbs/06_distributed.ipynb #cf1a7dc1
+@triton.jit
+def push_add_norm_kernel(
+    out_ptr, stream_ptr, part_ptr, residual_ptr, weight_ptr,
+    addresses_ptr,  # `[WORLD_SIZE]` int64, each rank's buffer
+    eps, rank,
+    WORLD_SIZE: tl.constexpr,
+    HIDDEN: tl.constexpr,  # a multiple of 4
+    USED: tl.constexpr,  # lines of a row
+    BLOCK: tl.constexpr,  # a power of two, at least USED
+    ROWS: tl.constexpr,  # that a buffer has lines for, from each rank
+    LINES: tl.constexpr,  # of a row in the buffer
+    START: tl.constexpr,  # bytes of a buffer in front of them
+    PDL: tl.constexpr = False,
+):
+    "`sum_add_norm_kernel` of one row, whose parts are pushed in lines"
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    word64: tl.constexpr = tl.pointer_type(tl.int64)
+    row, line, slot = tl.program_id(0), tl.arange(0, BLOCK)[:, None], tl.arange(0, 16)[None, :]
+    word = line * 14 + slot
+    is_data, used = (slot < 14) & (word < HIDDEN // 4), line < USED
+    weight = four_of(tl.load(weight_ptr.to(word64) + word, is_data, 0), dtype)
+    await_previous(PDL)
+    own = tl.multiple_of((tl.load(addresses_ptr + rank) + START).to(word64), 16)
+    count = own + 2 * WORLD_SIZE * ROWS * LINES * 16 + row
+    call = tl.load(count) + 1
+    at = row * (HIDDEN // 4) + word
+    part = tl.load(part_ptr.to(word64) + at, is_data, 0)
+    residual = four_of(tl.load(residual_ptr.to(word64) + at, is_data, 0), dtype)
+    # push; lines of even and of odd sums lie apart
+    place = ((call % 2 * WORLD_SIZE * ROWS + row) * LINES + line) * 16 + slot
+    for r in tl.static_range(WORLD_SIZE):
+        if r != rank:
+            theirs = tl.multiple_of((tl.load(addresses_ptr + r) + START).to(word64), 16)
+            tl.store(theirs + place + rank * ROWS * LINES * 16, tl.where(slot < 14, part, call), used)
+    # add, in the order of the ranks, what has come; -1 is the count of a rank that will never come
+    total = (0.0, 0.0, 0.0, 0.0)
+    for r in tl.static_range(WORLD_SIZE):
+        words = part
+        if r != rank:
+            lines, missing = own + place + r * ROWS * LINES * 16, 1
+            while missing > 0:
+                words = tl.load(lines, used, other=-1, volatile=True)
+                missing = tl.max(((slot >= 14) & (words != call) & (words != -1)).to(tl.int32))
+            if INTERPRETED:  # reads a line word by word: what stood before a count may be older
+                words = tl.load(lines, used, other=-1, volatile=True)
+        n0, n1, n2, n3 = four_of(words, dtype)
+        total = (total[0] + n0, total[1] + n1, total[2] + n2, total[3] + n3)
+    zero = (0.0, 0.0, 0.0, 0.0)
+    stream = rounded_sums(rounded_sums(total, zero, dtype), residual, dtype)
+    tl.store(stream_ptr.to(word64) + at, words_of(stream, dtype), is_data)
+    y = rms_normed(stream, weight, is_data, HIDDEN, eps, dtype)
+    tl.store(out_ptr.to(word64) + at, words_of(y, dtype), is_data)
+    tl.store(count, call)
+
+# %% ../nbs/06_distributed.ipynb #0bb7a1e4
+def lines_of_row(hidden_size: int) -> int:
+    "Lines for a row of numbers of 2 bytes"
+    return triton.cdiv(hidden_size, 4 * 14)
+
+
+def fits_lines(part: torch.Tensor) -> bool:  # `[num_tokens, hidden_size]`
+    "Whether `push_add_norm` can take it"
+    num_rows, hidden_size = part.shape
+    whole_words = part.element_size() == 2 and hidden_size % 4 == 0 and part.is_contiguous()
+    return whole_words and num_rows <= LINE_ROWS and lines_of_row(hidden_size) <= ROW_LINES
+
+
+def push_add_norm(
+    part: torch.Tensor,  # `[num_tokens, hidden_size]`, as `fits_lines` wants it
+    residual: torch.Tensor,  # like `part`, the same on every rank
+    weight: torch.Tensor,  # `[hidden_size]`, of the norm
+    eps: float,
+    addresses: torch.Tensor,  # `[world_size]` int64, each rank's buffer as this rank reaches it
+    rank: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # the normalised stream; the stream
+    "`sum_add_norm` of few rows, with one crossing"
+    (num_rows, hidden_size), world_size = part.shape, len(addresses)
+    residual, used = residual.contiguous(), lines_of_row(hidden_size)
+    out, stream = torch.empty_like(residual), torch.empty_like(residual)
+    push_add_norm_kernel[(num_rows,)](
+        out, stream, part, residual, weight, addresses, eps, rank, world_size, hidden_size,
+        used, triton.next_power_of_2(used), LINE_ROWS, ROW_LINES, lines_start(world_size),
+        num_warps=8, **early_launch(part.device),
+    )
+    return out, stream
+
+# %% ../nbs/06_distributed.ipynb #3bbae479
 class PeerMemory:
     "This rank's buffer, those of the others, and the sums through them"
 
@@ -428,25 +577,32 @@ class PeerMemory:
         rank: int,
         buffer: torch.Tensor,  # `[buffer_bytes(world_size)]` uint8, zeros
         addresses: torch.Tensor,  # `[world_size]` int64, each rank's buffer as this rank reaches it
+        table: torch.Tensor | None = None,  # `[TABLE_BYTES]` uint8, rank 0's, as this rank reaches it
     ):
         self.rank, self.buffer, self.addresses = rank, buffer, addresses
+        self.table, self.one = table, torch.ones(1, device=buffer.device)
         self.flags = buffer[: flag_bytes(len(addresses))].view(torch.int64)
         start = region_bytes(len(addresses))
         self.words = buffer[start : start + 16 * len(addresses) * PUSH_NUMBERS].view(torch.int64)
         start = sum_flags_start(len(addresses))
         self.sum_flags = buffer[start : start + 8 * SUM_PROGRAMS * len(addresses)].view(torch.int64)
+        start = lines_start(len(addresses))
+        num_lines = 2 * len(addresses) * LINE_ROWS * ROW_LINES
+        self.lines = buffer[start : start + num_lines * 128].view(torch.int64)
         self.places = [place_start(len(addresses), which) for which in (0, 1)]
         # what `release` needs must be there before it is needed: the driver loads a kernel when it is
         # first launched, and may wait for the device meanwhile
         self.stream = torch.cuda.Stream(buffer.device) if buffer.is_cuda else None
-        self.set_flags(0, 0)
+        self.fill((self.flags, 0), (self.sum_flags, 0), (self.words, 0))
 
-    def set_flags(self, flag: int, word: int):
-        "Set what this rank waits for, beside whatever its other streams do"
+    def fill(
+        self,
+        *memory,  # pairs of a tensor, of what this rank waits for, and a number
+    ):
+        "Set all of each tensor, beside whatever this rank's other streams do"
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            self.flags.fill_(flag)
-            self.sum_flags.fill_(flag)
-            self.words.fill_(word)
+            for tensor, number in memory:
+                tensor.fill_(number)
         if self.stream is not None:
             self.stream.synchronize()
 
@@ -470,14 +626,38 @@ class PeerMemory:
         "Whether `part` stands in one of the places"
         return part.is_contiguous() and part.data_ptr() - self.buffer.data_ptr() in self.places
 
-    def add_rms_norm(self, part, residual, weight, eps) -> tuple[torch.Tensor, torch.Tensor]:
-        "Norm and new stream, of parts that stand in the same place on every rank"
-        start = part.data_ptr() - self.buffer.data_ptr()
-        return sum_add_norm(residual, weight, eps, self.addresses, self.rank, start)
+    def add_rms_norm(self, part, residual, weight, eps) -> tuple | None:
+        "Norm and new stream in one kernel; None where there is none, or a push and the norm are faster"
+        if part.numel() <= PUSH_NUMBERS:
+            return None
+        if fits_lines(part):
+            return push_add_norm(part, residual, weight, eps, self.addresses, self.rank)
+        if self.holds(part):
+            start = part.data_ptr() - self.buffer.data_ptr()
+            return sum_add_norm(residual, weight, eps, self.addresses, self.rank, start)
+        return None
+
+    def columns(self, shape: tuple, dtype: torch.dtype) -> torch.Tensor | None:
+        "This rank's columns of the table, if there is one of this size"
+        num_rows, size = shape
+        nbytes = num_rows * size * len(self.addresses) * dtype.itemsize
+        if self.table is None or not 0 < nbytes <= TABLE_BYTES:
+            return None
+        whole = self.table[:nbytes].view(dtype).view(num_rows, -1)
+        return whole[:, self.rank * size : (self.rank + 1) * size]
+
+    def assemble(self, columns: torch.Tensor) -> torch.Tensor | None:
+        "Wait for all; the table that these `columns` are part of, on rank 0"
+        one_shot_all_reduce(self.one, self.addresses, self.rank)
+        if self.rank > 0:
+            return None
+        nbytes = len(columns) * columns.stride(0) * columns.element_size()
+        return self.table[:nbytes].view(columns.dtype).view(len(columns), -1)
 
     def release(self):
         "End every wait for another rank, now and later"
-        self.set_flags(RELEASED, -1)
+        flags = [(flags, RELEASED) for flags in (self.flags, self.sum_flags)]
+        self.fill(*flags, (self.words, -1), (self.lines, -1))
 
 # %% ../nbs/06_distributed.ipynb #8e890aff
 def cuda_call(
@@ -499,7 +679,7 @@ class RawMemory:
             version=3, shape=(nbytes,), typestr="|u1", data=(address, False)
         )
 
-# %% ../nbs/06_distributed.ipynb #c5e96ef7
+# %% ../nbs/06_distributed.ipynb #da679e5a
 def share_memory(
     rank: int,
     world_size: int,
@@ -510,8 +690,8 @@ def share_memory(
     try:
         from cuda.bindings import driver
 
-        own = cuda_call(driver.cuMemAlloc, buffer_bytes(world_size))
-        cuda_call(driver.cuMemsetD8, own, 0, buffer_bytes(world_size))
+        own = cuda_call(driver.cuMemAlloc, buffer_bytes(world_size, rank))
+        cuda_call(driver.cuMemsetD8, own, 0, buffer_bytes(world_size, rank))
         handle = cuda_call(driver.cuIpcGetMemHandle, own).reserved
     finally:
         store.set(f"memory of rank {rank}", handle)
@@ -594,7 +774,7 @@ def options_of(kind, **values):
         setattr(options, name, value)
     return options
 
-# %% ../nbs/06_distributed.ipynb #f669d8c7
+# %% ../nbs/06_distributed.ipynb #39a611af
 class ProcessGroup(TensorParallelGroup):
     "One of several ranks that are processes of one machine: gloo on the CPU, NCCL between GPUs"
 
@@ -630,15 +810,22 @@ class ProcessGroup(TensorParallelGroup):
         peers = None
         try:
             self.shared = share_memory(self.rank, self.world_size, self.store)
-            raw = RawMemory(self.shared[self.rank], buffer_bytes(self.world_size))
-            buffer = torch.as_tensor(raw, device=self.device)
-            peers = PeerMemory(self.rank, buffer, torch.tensor(self.shared, device=self.device))
+            own = RawMemory(self.shared[self.rank], buffer_bytes(self.world_size))
+            table = RawMemory(self.shared[0] + buffer_bytes(self.world_size), TABLE_BYTES)
+            buffer, table = (torch.as_tensor(raw, device=self.device) for raw in (own, table))
+            if table.data_ptr() != self.shared[0] + buffer_bytes(self.world_size):
+                table = None  # a copy on this GPU: torch takes the memory for another's
+            addresses = torch.tensor(self.shared, device=self.device)
+            peers = PeerMemory(self.rank, buffer, addresses, table)
         except (ImportError, RuntimeError) as error:
             logger.warning("no short way between the GPUs: %s", error)
-        # afterwards nobody's flags are reset any more
-        ready = self.all_reduce(torch.full((1,), float(peers is not None), device=self.device))
-        if ready.item() == self.world_size:
+        # afterwards nobody's flags are reset any more; what one rank lacks, none uses
+        mine = [peers is not None, peers is not None and peers.table is not None]
+        ready = self.all_reduce(torch.tensor(mine, dtype=torch.float32, device=self.device)).tolist()
+        if ready[0] == self.world_size:
             self.peers = peers
+        if ready[0] == self.world_size > ready[1]:
+            peers.table = None
 
     def _run(self, collective, *args):
         "Issue a collective; on a GPU it is the stream that waits for it"
@@ -679,9 +866,16 @@ class ProcessGroup(TensorParallelGroup):
         return None if self.peers is None else self.peers.place(which, shape, dtype)
 
     def add_rms_norm(self, part, residual, norm):
-        if self.peers is not None and self.peers.holds(part):
-            return self.peers.add_rms_norm(part, residual, norm.weight, norm.eps)
-        return super().add_rms_norm(part, residual, norm)
+        result = None
+        if self.peers is not None:
+            result = self.peers.add_rms_norm(part, residual, norm.weight, norm.eps)
+        return super().add_rms_norm(part, residual, norm) if result is None else result
+
+    def columns(self, shape, dtype):
+        return None if self.peers is None else self.peers.columns(shape, dtype)
+
+    def assemble(self, columns):
+        return self.peers.assemble(columns)
 
     def abort(self):
         "A rank is gone: end every wait for it on this rank's device"

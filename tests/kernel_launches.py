@@ -230,6 +230,12 @@ def sum_add_norm(launch, dtype, size, world_size, tokens):
         launch(empty(tokens, size, dtype=dtype), empty(size, dtype=dtype), 1e-6, addresses, 1, place_start(world_size, which))
 
 
+@launcher("minivllm.distributed", (torch.bfloat16, torch.float16), size=HIDDEN, world_size=(2, 3, 8), rank=(0, 1, 2))
+def push_add_norm(launch, dtype, size, world_size, rank):
+    part = empty(16, size, dtype=dtype)
+    launch(part, part, empty(size, dtype=dtype), 1e-6, integers(world_size, dtype=torch.int64), min(rank, world_size - 1))
+
+
 @launcher("minivllm.distributed", DTYPES[:1], world_size=(2, 8))
 def push_broadcast(launch, dtype, world_size):
     launch(integers(256, dtype=torch.int64), integers(world_size, dtype=torch.int64), 1, 0)

@@ -4,6 +4,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from multiprocessing import shared_memory
 from types import ModuleType, SimpleNamespace
 
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from minivllm import distributed
 from minivllm.distributed import (
-    PLACE_BYTES, PUSH_NUMBERS, SINGLE, PeerMemory, PretendGroup, ProcessGroup, TensorParallelGroup, buffer_bytes, divide, environment,
-    leave_memory, open_store, region_bytes, run_ranks, share_memory,
+    LINE_ROWS, PLACE_BYTES, PUSH_NUMBERS, SINGLE, TABLE_BYTES, PeerMemory, PretendGroup, ProcessGroup, TensorParallelGroup, buffer_bytes,
+    divide, environment, fits_lines, leave_memory, lines_start, open_store, region_bytes, run_ranks, share_memory,
 )
 from minivllm.engine.worker import WorkerError
 from minivllm.layers.layernorm import RMSNorm, add_rms_norm_torch
@@ -172,13 +174,8 @@ def test_row_parallel_bias_counts_once(ranks):
 @pytest.mark.parametrize("way", ["one_shot_all_reduce", "push_all_reduce"])
 def test_sums_through_peer_memory(ranks, way):
     sizes = [1, 100, 3000, 7]
-    shared = [shared_memory.SharedMemory(create=True, size=buffer_bytes(3)) for _ in range(3)]
-    try:
-        results = ranks.run("peer_sums", [segment.name for segment in shared], sizes, 12, way)
-    finally:
-        for segment in shared:
-            segment.close()
-            segment.unlink()
+    with segments_of(*[buffer_bytes(3)] * 3) as names:
+        results = ranks.run("peer_sums", names, sizes, 12, way)
     for call, sums in enumerate(zip(*results)):
         parts = [peer_input(rank, call, sizes) for rank in range(3)]
         expected = sum(part.float() for part in parts).to(parts[0].dtype).float()
@@ -198,26 +195,67 @@ def test_norm_of_a_sum(n):
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NORM_STEPS = [(5, 64, BF16), (1, 100, FP32), (140, 24, BF16), (9, 24, FP16), (3, 100, BF16)]
+LINE_STEPS = [(5, 64, BF16), (1, 100, BF16), (140, 24, BF16), (9, 24, FP16), (3, 60, BF16)]  # 56 numbers are a line
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and want GPUs that reach each other")
-@pytest.mark.parametrize("late", [0, 2])
-def test_sums_with_norms_through_peer_memory(ranks, late):
-    "Fewer rows than programs and more, one number of rows after another, whoever is late"
-    shared = [shared_memory.SharedMemory(create=True, size=buffer_bytes(3)) for _ in range(3)]
+@contextmanager
+def segments_of(*sizes):
+    "Names of memory that processes share"
+    shared = [shared_memory.SharedMemory(create=True, size=size) for size in sizes]
     try:
-        results = ranks.run("peer_norms", [segment.name for segment in shared], NORM_STEPS, late)
+        yield [segment.name for segment in shared]
     finally:
         for segment in shared:
             segment.close()
             segment.unlink()
-    for call, (step, pairs) in enumerate(zip(NORM_STEPS, zip(*results))):
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and want GPUs that reach each other")
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("way, steps", [("pulled", NORM_STEPS), ("pushed", LINE_STEPS)])
+def test_sums_with_norms_through_peer_memory(ranks, late, way, steps):
+    "Fewer rows than programs and more, one number of rows after another, whoever is late"
+    with segments_of(*[buffer_bytes(3)] * 3) as names:
+        results = ranks.run("peer_norms", names, steps, late, way)
+    for call, (step, pairs) in enumerate(zip(steps, zip(*results))):
         parts, residual, weight = norm_input(3, call, *step)
         total = sum(part.float() for part in parts).to(residual.dtype)  # in the order of the ranks
         for ours, expected in zip(pairs[0], add_rms_norm_torch(total, residual, weight, 1e-5)):
             np.testing.assert_allclose(ours, expected.float(), rtol=1e-5 if step[2] == FP32 else 1e-2, atol=1e-5)
         assert np.array_equal(pairs[0][1], (residual + total).float())
         assert all(np.array_equal(a, b) for pair in pairs for a, b in zip(pair, pairs[0]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and want GPUs that reach each other")
+@pytest.mark.parametrize("late", [0, 1])
+def test_columns_of_a_table(ranks, late):
+    "On rank 0 the whole, whoever is late, one shape after another"
+    shapes = [(4, 5), (1, 7), (4, 5), (30, 40)]
+    with segments_of(buffer_bytes(3, 0), buffer_bytes(3), buffer_bytes(3)) as names:
+        whole, *others = ranks.run("peer_tables", names, shapes, late)
+    assert all(table is None for tables in others for table in tables)
+    for call, ((rows, size), table) in enumerate(zip(shapes, whole)):
+        columns = np.arange(rows * size, dtype=np.float32).reshape(rows, size) + call
+        assert np.array_equal(table, np.concatenate([columns + 1000 * rank for rank in range(3)], 1))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_what_fits_into_the_table():
+    assert SINGLE.columns((2, 3), FP32) is None and torch.equal(SINGLE.assemble(torch.ones(2)), torch.ones(2))
+    buffers = [torch.zeros(buffer_bytes(2, rank), dtype=torch.uint8) for rank in range(2)]
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
+    assert PeerMemory(1, buffers[1], addresses).columns((2, 3), FP32) is None
+    peers = PeerMemory(1, buffers[1], addresses, buffers[0][buffer_bytes(2):])
+    largest = peers.columns((TABLE_BYTES // 4096, 1024), BF16)
+    assert largest[-1].data_ptr() + 2048 == buffers[0].data_ptr() + len(buffers[0]) and largest.stride() == (2048, 1)
+    assert peers.columns((TABLE_BYTES // 4096 + 1, 1024), BF16) is None and peers.columns((0, 5), BF16) is None
+
+
+def test_what_is_pushed_in_lines():
+    assert lines_start(2) % 128 == lines_start(3) % 128 == 0  # what the machine moves as one
+    fitting = torch.empty(LINE_ROWS, 4096, dtype=BF16)
+    assert fits_lines(fitting) and fits_lines(fitting[:1]) and not fits_lines(torch.empty(LINE_ROWS + 1, 4096, dtype=BF16))
+    assert not any(map(fits_lines, (fitting.float(), fitting[:, :2048], torch.empty(4, 6, dtype=BF16), torch.empty(LINE_ROWS, 16384, dtype=BF16))))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
@@ -234,31 +272,37 @@ def test_places_of_parts():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-def test_a_group_sums_where_the_part_stands():
-    "In one kernel what stands in a place, by an all-reduce what doesn't"
+def test_how_a_group_sums_and_normalises(monkeypatch):
+    "Few numbers by a push and the norm, some rows in lines, parts in a place in one kernel, others by an all-reduce"
+    monkeypatch.setattr(distributed, "PUSH_NUMBERS", 24)  # the interpreter is slow
     group, norm = ProcessGroup(0, 1, open_store(1)), RMSNorm(8).requires_grad_(False)
-    x, residual = torch.randn(2, 3, 8)
-    assert group.place(0, (3, 8), FP32) is None
     buffer, used = torch.zeros(buffer_bytes(1), dtype=torch.uint8), []
+    assert group.place(0, (3, 8), FP32) is None
     group.peers = PeerMemory(0, buffer, torch.tensor([buffer.data_ptr()]))
     group.all_reduce = lambda x: used.append("all_reduce") or x
-    place = group.place(1, (3, 8), FP32)
-    for part in (place.copy_(x), x):
-        normed, stream = group.add_rms_norm(part, residual, norm)
-        torch.testing.assert_close((normed, stream), (norm(x + residual), x + residual))
-    assert used == ["all_reduce"]
+    for name in ("push_add_norm", "sum_add_norm"):
+        monkeypatch.setattr(distributed, name, lambda *args, name=name, fn=getattr(distributed, name): used.append(name) or fn(*args))
+    for rows, dtype, placed in [(3, BF16, True), (4, BF16, True), (4, BF16, False), (4, FP32, True), (4, FP32, False)]:
+        x, residual = torch.randn(2, rows, 8).to(dtype)
+        norm = norm.to(dtype)
+        part = group.place(1, (rows, 8), dtype).copy_(x) if placed else x
+        for ours, expected in zip(group.add_rms_norm(part, residual, norm), (norm(x + residual), x + residual)):
+            torch.testing.assert_close(ours, expected)
+    assert used == ["all_reduce", "push_add_norm", "push_add_norm", "sum_add_norm", "all_reduce"]
     group.close()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-def test_released_sums_with_norms_wait_for_nobody():
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_released_sums_with_norms_wait_for_nobody(dtype, monkeypatch):
+    monkeypatch.setattr(distributed, "PUSH_NUMBERS", 24)
     buffers = [torch.zeros(buffer_bytes(2), dtype=torch.uint8) for _ in range(2)]
     peers = PeerMemory(0, buffers[0], torch.tensor([buffer.data_ptr() for buffer in buffers]))
-    done, residual = threading.Event(), torch.ones(140, 4)
+    done, residual = threading.Event(), torch.ones(140, 4, dtype=dtype)
 
     def twice():
         for which in (0, 1):
-            peers.add_rms_norm(peers.place(which, (140, 4), FP32), residual, torch.ones(4), 1e-5)
+            assert peers.add_rms_norm(peers.place(which, (140, 4), dtype), residual, torch.ones(4, dtype=dtype), 1e-5) is not None
         done.set()
 
     thread = threading.Thread(target=twice, daemon=True)
@@ -425,6 +469,7 @@ def test_memory_is_offered_found_and_given_back(driver):
     assert addresses == [8192, 4096] and store.get("memory of rank 1") == b"o" * 64
     leave_memory(1, addresses)
     assert fake.calls == [("set", 4096, 0, buffer_bytes(2)), ("close", 8192), ("free", 4096)]
+    assert buffer_bytes(2, 0) == buffer_bytes(2, 1) + TABLE_BYTES  # the root has the table behind the rest
 
 
 class OutOfMemory(int):

@@ -73,6 +73,28 @@ def test_logits_are_those_of_the_whole_and_only_on_rank_0(n, tied):  # F47 e
     assert logits.shape == (5, VOCAB) and all(y is None for y in others)
 
 
+class TableGroup(TensorParallelGroup):
+    "Ranks one after another, the last of them first; each writes its columns where rank 0 reads"
+
+    def __init__(self, rank, world_size, table):
+        super().__init__(rank, world_size)
+        self.table = table
+
+    def columns(self, shape, dtype):
+        return self.table[:, self.rank * shape[1] : (self.rank + 1) * shape[1]]
+
+    def assemble(self, columns):
+        return self.table if self.rank == 0 else None
+
+
+@pytest.mark.parametrize("product", [None, lambda x, weight: x @ weight.T])
+def test_columns_are_written_where_rank_0_wants_them(product):
+    full, x, table = torch.randn(VOCAB, HIDDEN), torch.randn(5, HIDDEN), torch.full((5, VOCAB + 1), torch.nan)
+    *others, logits = [loaded(ParallelLMHead, full, TableGroup(rank, 2, table))(x, *([product] if product else [])) for rank in (1, 0)]
+    assert torch.allclose(logits, F.linear(x, full), atol=1e-5)
+    assert logits.shape == (5, VOCAB) and logits.data_ptr() == table.data_ptr() and others == [None]
+
+
 def test_padding_is_never_sampled():
     full = torch.rand(VOCAB, HIDDEN)
     x = -torch.rand(2000, HIDDEN)  # every real logit is negative, padding would score 0

@@ -75,8 +75,9 @@ def peers_of(tp, names):
     "This rank's view of memory that the processes share"
     segments = [shared_memory.SharedMemory(name) for name in names]
     buffers = [torch.frombuffer(segment.buf, dtype=torch.uint8)[: buffer_bytes(len(names))] for segment in segments]
-    peers = PeerMemory(tp.rank, buffers[tp.rank], torch.tensor([buffer.data_ptr() for buffer in buffers]))
-    keep.append((segments, buffers))  # views of the segments must not outlive them
+    table = torch.frombuffer(segments[0].buf, dtype=torch.uint8)[buffer_bytes(len(names)) : buffer_bytes(len(names), 0)]
+    peers = PeerMemory(tp.rank, buffers[tp.rank], torch.tensor([buffer.data_ptr() for buffer in buffers]), table if len(table) else None)
+    keep.append((segments, buffers, table))  # views of the segments must not outlive them
     tp.all_reduce(torch.ones(1))  # nobody's flags are reset any more
     return peers
 
@@ -94,7 +95,7 @@ def peer_sums(tp, names, sizes, num_calls, way):
     return sums
 
 
-def peer_norms(tp, names, steps, late):
+def peer_norms(tp, names, steps, late, way):
     "Sums with their norms, in the interpreter, one after another; parts stand in places 0 and 1 in turn"
     peers = peers_of(tp, names)
     results = []
@@ -105,11 +106,28 @@ def peer_norms(tp, names, steps, late):
         part = peers.place(call % 2, (rows, hidden), dtype)
         part.copy_(parts[tp.rank])
         assert peers.holds(part)
-        given = residual.clone()
-        normed, stream = peers.add_rms_norm(part, residual, weight, 1e-5)
+        given, rest = residual.clone(), (residual, weight, 1e-5, peers.addresses, tp.rank)
+        if way == "pushed":
+            assert distributed.fits_lines(part)
+            normed, stream = distributed.push_add_norm(part, *rest)
+        else:
+            normed, stream = distributed.sum_add_norm(*rest, peers.places[call % 2])
         assert torch.equal(residual, given)
         results.append((normed.float().numpy(), stream.float().numpy()))
     return results
+
+
+def peer_tables(tp, names, shapes, late):
+    "Tables of which each rank writes some columns, one after another, with a sum between them as in a step"
+    peers, tables = peers_of(tp, names), []
+    for call, (rows, size) in enumerate(shapes):
+        tp.rank == late and time.sleep(0.05)
+        columns = peers.columns((rows, size), torch.float32)
+        columns.copy_(torch.arange(float(rows * size)).view(rows, size) + 1000 * tp.rank + call)
+        table = peers.assemble(columns)
+        tables.append(None if table is None else table.numpy().copy())
+        peers.all_reduce(torch.ones(3))
+    return tables
 
 
 def norm_input(world_size, call, rows, hidden, dtype):

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['VocabParallelEmbedding', 'ParallelLMHead']
 
-# %% ../../nbs/08_layers.embedding_head.ipynb #d00ebd66
+# %% ../../nbs/08_layers.embedding_head.ipynb #46978356
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..distributed import SINGLE
-from .linear import linear, packed
+from .linear import linear, linear_into, packed
 
 # %% ../../nbs/08_layers.embedding_head.ipynb #b1f3c555
 class VocabParallelEmbedding(nn.Module):
@@ -53,7 +53,7 @@ class VocabParallelEmbedding(nn.Module):
         y = F.embedding((token_ids - self.start) * mine, self.weight)
         return self.tp.all_reduce(y.masked_fill(~mine.unsqueeze(-1), 0))
 
-# %% ../../nbs/08_layers.embedding_head.ipynb #047b6739
+# %% ../../nbs/08_layers.embedding_head.ipynb #2183425c
 class ParallelLMHead(VocabParallelEmbedding):
     "Logits from hidden states: a product with the transpose of an embedding-shaped matrix"
 
@@ -80,5 +80,11 @@ class ParallelLMHead(VocabParallelEmbedding):
     ) -> torch.Tensor | None:  # `[num_rows, vocab_size]` on rank 0, None on the others
         "Logits over the whole vocabulary; only the rank that samples receives them"
         weight = self.weight if self.packed_copy is None else self.packed_copy
-        logits = self.tp.gather(product(hidden_states, weight))
+        columns = self.tp.columns((len(hidden_states), len(weight)), weight.dtype)
+        if columns is None:
+            logits = self.tp.gather(product(hidden_states, weight))
+        elif product is linear:  # it can write where rank 0 reads
+            logits = self.tp.assemble(linear_into(columns, hidden_states, weight))
+        else:
+            logits = self.tp.assemble(columns.copy_(product(hidden_states, weight)))
         return None if logits is None else logits[:, : self.vocab_size]

@@ -285,10 +285,14 @@ def test_the_peak_counts_neither_workspaces_nor_first_choices(monkeypatch):
 
     fake = dict(empty_cache=empty_cache, memory_reserved=lambda device: state["reserved"],
                 reset_peak_memory_stats=lambda device: state.update(peak=state["reserved"]),
-                max_memory_reserved=lambda device: state["peak"])
+                max_memory_reserved=lambda device: state["peak"], memory_allocated=lambda device: 90,
+                max_memory_allocated=lambda device: 90 + state["inside"])
     for name, function in fake.items(): monkeypatch.setattr(torch.cuda, name, function)
     runner = SimpleNamespace(device="cuda", block_size=4, run=run)
+    state["inside"] = 6
     assert peak_of(runner, [None], [8]) == 7
+    state["inside"] = 9  # of it 2 in segments that were there before
+    assert peak_of(runner, [None], [8]) == 9
 
 
 def test_budget_on_a_gpu(monkeypatch):
@@ -462,7 +466,7 @@ def test_exit_gives_everything_back_and_may_be_called_twice():
 
 def test_the_cpu_touches_no_cuda(monkeypatch):
     def refuse(*args, **kwargs): raise AssertionError("CUDA was asked")
-    for name in ("mem_get_info", "memory_allocated", "memory_reserved", "max_memory_reserved", "empty_cache",
+    for name in ("mem_get_info", "memory_allocated", "memory_reserved", "max_memory_reserved", "max_memory_allocated", "empty_cache",
                  "reset_peak_memory_stats", "synchronize", "current_device"):
         monkeypatch.setattr(torch.cuda, name, refuse)
     for num_kv_blocks in (64, None):

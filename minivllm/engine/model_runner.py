@@ -89,7 +89,7 @@ def dummy_seqs(
         seqs.append(seq)
     return seqs
 
-# %% ../../nbs/31_engine.model_runner.ipynb #942aa469
+# %% ../../nbs/31_engine.model_runner.ipynb #6b84c434
 def peak_of(
     runner,  # a `ModelRunner` on a GPU
     seqs: list[Sequence],
@@ -100,14 +100,17 @@ def peak_of(
     # a large segment of the allocator, which then can't be given back and hides the peak
     runner.run(dummy_seqs([1], 1, runner.block_size, SamplingParams()), [1])
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved(runner.device)
+    reserved = torch.cuda.memory_reserved(runner.device)
+    allocated = torch.cuda.memory_allocated(runner.device)
     for _ in range(2):  # the first run also pays for choices that libraries make once
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(runner.device)
         runner.run(seqs, num_tokens)
-    return torch.cuda.max_memory_reserved(runner.device) - before
+    reserved = torch.cuda.max_memory_reserved(runner.device) - reserved
+    # in a process that has done other work there may be room in segments from before
+    return max(reserved, torch.cuda.max_memory_allocated(runner.device) - allocated)
 
-# %% ../../nbs/31_engine.model_runner.ipynb #a96510ba
+# %% ../../nbs/31_engine.model_runner.ipynb #964b3c1e
 def warmup_model(
     runner,  # a `ModelRunner` with its weights, but no KV cache
 ) -> int:    # bytes
@@ -120,6 +123,8 @@ def warmup_model(
     top_k = max(1, runner.model_config.vocab_size - 1)
     params = SamplingParams(top_k=top_k, presence_penalty=1.0, logprobs=MAX_LOGPROBS)
     seqs = dummy_seqs(num_tokens, longest, runner.block_size, params)
+    if runner.device != "cpu":
+        torch.cuda.empty_cache()  # or the cache, which stays, would come to lie in a large free segment
     runner.kv_caches = runner.allocate_kv_cache(1)
     try:
         return peak_of(runner, seqs, num_tokens)

@@ -325,7 +325,7 @@ def decode_config(
         tile, warps, stages = 64, 2, 2 if num_seqs >= 64 else 3
     return DecodeConfig(tile, warps, stages, max(1, round(per_sm * num_sms / num_kv_heads)))
 
-# %% ../../nbs/14_kernels.decode.ipynb #921d902a
+# %% ../../nbs/14_kernels.decode.ipynb #7dbe31f9
 class SharedPrefixes(NamedTuple):
     "Which sequences of a batch begin with the same blocks, in tiles that are read together"
 
@@ -335,7 +335,7 @@ class SharedPrefixes(NamedTuple):
 
 
 SHARED_PARTS = 2  # programs that divide a shared prefix among them
-EARLY_SEQS = 8    # batches up to this size start early; programs of larger ones would sit on the SMs' shared memory
+EARLY_SEQS = 32   # batches up to this size start early; larger ones gain nothing, and hold shared memory while they wait
 
 # %% ../../nbs/14_kernels.decode.ipynb #46458f5f
 def paged_decode_triton(

@@ -531,15 +531,18 @@ def load_result(
     stale = _stale(stored["functions"], name, functions)
     return Result(name, stored["rows"], stored["machine"], stale)
 
-# %% ../nbs/00_bench.ipynb #5dd06487
-def caption(result) -> str:
+# %% ../nbs/00_bench.ipynb #8766a692
+def caption(
+    result,  # of `load_result`; None: not measured yet
+    num_gpus: int = 1,  # that were measured together
+) -> str:
     "One line on where numbers come from, to print with every figure or table of stored data"
     if result is None:
         return "Not measured yet."
     about = result.machine
     threads = about["cpu_threads"]
     cpu = f"{about['cpu']} with {threads} thread{'s' if threads > 1 else ''}"
-    where = f"one {about['gpu']}" if about["gpu"] else cpu
+    where = f"{'one' if num_gpus == 1 else num_gpus} {about['gpu']}" if about["gpu"] else cpu
     facts = [where, f"torch {about['torch'].split('+')[0]}", about["date"]]
     if about["commit"]:
         facts.append(f"commit {about['commit']}")

@@ -206,6 +206,8 @@ def test_round_trip_and_stale_flag(define, tmp_path):
     fresh = load_result("99_toy", functions=(f,), folder=path.parent)
     assert fresh.rows == rows and not fresh.stale and "STALE" not in caption(fresh)
     assert fresh.machine["date"] in caption(fresh) and "torch" in caption(fresh)
+    fresh.machine["gpu"] = "NVIDIA X"
+    assert "on one NVIDIA X, " in caption(fresh) and "on 2 NVIDIA X, " in caption(fresh, num_gpus=2)
     assert stale_results(path.parent) == []
 
     define(SAME)

@@ -11,7 +11,7 @@ __all__ = ['SINGLE', 'LOCALHOST', 'logger', 'COLLECTIVE_TIMEOUT', 'MAX_PROGRAMS'
            'lines_start', 'place_start', 'buffer_bytes', 'sum_add_norm_kernel', 'sum_add_norm', 'four_of', 'words_of',
            'rounded_sums', 'rms_normed', 'push_add_norm_kernel', 'lines_of_row', 'fits_lines', 'push_add_norm',
            'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet', 'environment',
-           'connect_nccl', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'divide']
+           'connect_nccl', 'sends_whole_lines', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'divide']
 
 # %% ../nbs/06_distributed.ipynb #6e7f96b7
 import logging
@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from .kernels.common import INTERPRETED, await_previous, early_launch, round_to, tl, triton
 
-# %% ../nbs/06_distributed.ipynb #9aa6bd09
+# %% ../nbs/06_distributed.ipynb #1502fd2c
 class TensorParallelGroup:
     "One rank's view of its group; the base class is a group of one, whose collectives do nothing"
 
@@ -73,7 +73,7 @@ class TensorParallelGroup:
         return None
 
     def assemble(self, columns: torch.Tensor) -> torch.Tensor | None:
-        "The whole tensor on rank 0, once every rank has written its `columns`; None elsewhere"
+        "The whole tensor on rank 0, once every rank has written its `columns`; it is theirs again after the next sum"
         return self._alone(columns)
 
     def add_rms_norm(
@@ -536,17 +536,23 @@ def push_add_norm_kernel(
     tl.store(out_ptr.to(word64) + at, words_of(y, dtype), is_data)
     tl.store(count, call)
 
-# %% ../nbs/06_distributed.ipynb #0bb7a1e4
+# %% ../nbs/06_distributed.ipynb #87f01cc1
 def lines_of_row(hidden_size: int) -> int:
     "Lines for a row of numbers of 2 bytes"
     return triton.cdiv(hidden_size, 4 * 14)
 
 
-def fits_lines(part: torch.Tensor) -> bool:  # `[num_tokens, hidden_size]`
+def fits_lines(
+    part: torch.Tensor,  # `[num_tokens, hidden_size]`
+    world_size: int = 2,
+) -> bool:
     "Whether `push_add_norm` can take it"
     num_rows, hidden_size = part.shape
     whole_words = part.element_size() == 2 and hidden_size % 4 == 0 and part.is_contiguous()
-    return whole_words and num_rows <= LINE_ROWS and lines_of_row(hidden_size) <= ROW_LINES
+    # lines of more ranks are more registers, of which an SM must keep some free while all wait
+    most_rows = LINE_ROWS if world_size <= 2 else 128  # of more ranks one program on an SM
+    few_registers = world_size * lines_of_row(hidden_size) <= 2 * ROW_LINES
+    return whole_words and num_rows <= most_rows and few_registers
 
 
 def push_add_norm(
@@ -568,7 +574,7 @@ def push_add_norm(
     )
     return out, stream
 
-# %% ../nbs/06_distributed.ipynb #3bbae479
+# %% ../nbs/06_distributed.ipynb #1f6fd0ae
 class PeerMemory:
     "This rank's buffer, those of the others, and the sums through them"
 
@@ -578,9 +584,11 @@ class PeerMemory:
         buffer: torch.Tensor,  # `[buffer_bytes(world_size)]` uint8, zeros
         addresses: torch.Tensor,  # `[world_size]` int64, each rank's buffer as this rank reaches it
         table: torch.Tensor | None = None,  # `[TABLE_BYTES]` uint8, rank 0's, as this rank reaches it
+        whole_lines: bool = True,  # whether a line arrives as one, or not at all
     ):
         self.rank, self.buffer, self.addresses = rank, buffer, addresses
-        self.table, self.one = table, torch.ones(1, device=buffer.device)
+        self.table, self.whole_lines = table, whole_lines
+        self.one = torch.ones(1, device=buffer.device)  # what is summed to meet the others
         self.flags = buffer[: flag_bytes(len(addresses))].view(torch.int64)
         start = region_bytes(len(addresses))
         self.words = buffer[start : start + 16 * len(addresses) * PUSH_NUMBERS].view(torch.int64)
@@ -628,9 +636,9 @@ class PeerMemory:
 
     def add_rms_norm(self, part, residual, weight, eps) -> tuple | None:
         "Norm and new stream in one kernel; None where there is none, or a push and the norm are faster"
-        if part.numel() <= PUSH_NUMBERS:
+        if part.numel() <= PUSH_NUMBERS or not part.dtype == residual.dtype == weight.dtype:
             return None
-        if fits_lines(part):
+        if self.whole_lines and fits_lines(part, len(self.addresses)):
             return push_add_norm(part, residual, weight, eps, self.addresses, self.rank)
         if self.holds(part):
             start = part.data_ptr() - self.buffer.data_ptr()
@@ -647,7 +655,7 @@ class PeerMemory:
         return whole[:, self.rank * size : (self.rank + 1) * size]
 
     def assemble(self, columns: torch.Tensor) -> torch.Tensor | None:
-        "Wait for all; the table that these `columns` are part of, on rank 0"
+        "Wait for all; on rank 0 the table that these `columns` are part of, until all ranks sum again"
         one_shot_all_reduce(self.one, self.addresses, self.rank)
         if self.rank > 0:
             return None
@@ -745,7 +753,7 @@ def environment(**variables):
         for name in added:
             del os.environ[name]
 
-# %% ../nbs/06_distributed.ipynb #e9ca18c3
+# %% ../nbs/06_distributed.ipynb #11af4a92
 def connect_nccl(
     rank: int,
     world_size: int,
@@ -755,6 +763,18 @@ def connect_nccl(
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = COLLECTIVE_TIMEOUT
     return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, world_size, options)
+
+
+def sends_whole_lines(
+    first: int,  # GPU of rank 0
+    world_size: int,
+) -> bool:
+    "Whether all GPUs of the group are linked as NVLink links them: with atomic operations across"
+    from cuda.bindings import driver
+
+    native = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    gpus = range(first, first + world_size)
+    return all(cuda_call(driver.cuDeviceGetP2PAttribute, native, a, b) for a in gpus for b in gpus if a != b)
 
 
 def can_reach_each_other(
@@ -774,7 +794,7 @@ def options_of(kind, **values):
         setattr(options, name, value)
     return options
 
-# %% ../nbs/06_distributed.ipynb #39a611af
+# %% ../nbs/06_distributed.ipynb #5dc6d0a8
 class ProcessGroup(TensorParallelGroup):
     "One of several ranks that are processes of one machine: gloo on the CPU, NCCL between GPUs"
 
@@ -816,16 +836,19 @@ class ProcessGroup(TensorParallelGroup):
             if table.data_ptr() != self.shared[0] + buffer_bytes(self.world_size):
                 table = None  # a copy on this GPU: torch takes the memory for another's
             addresses = torch.tensor(self.shared, device=self.device)
-            peers = PeerMemory(self.rank, buffer, addresses, table)
+            whole_lines = sends_whole_lines(self.device.index - self.rank, self.world_size)
+            peers = PeerMemory(self.rank, buffer, addresses, table, whole_lines)
         except (ImportError, RuntimeError) as error:
             logger.warning("no short way between the GPUs: %s", error)
         # afterwards nobody's flags are reset any more; what one rank lacks, none uses
-        mine = [peers is not None, peers is not None and peers.table is not None]
-        ready = self.all_reduce(torch.tensor(mine, dtype=torch.float32, device=self.device)).tolist()
-        if ready[0] == self.world_size:
-            self.peers = peers
-        if ready[0] == self.world_size > ready[1]:
-            peers.table = None
+        mine = [0.0] * 3 if peers is None else [1.0, float(peers.table is not None), float(peers.whole_lines)]
+        ready = self.all_reduce(torch.tensor(mine, device=self.device)).tolist()
+        memory, table, whole_lines = (count == self.world_size for count in ready)
+        if memory:
+            self.peers, peers.whole_lines = peers, whole_lines
+            if not table:
+                peers.table = None
+                logger.warning("no table on rank 0 that all GPUs can write: logits are gathered")
 
     def _run(self, collective, *args):
         "Issue a collective; on a GPU it is the stream that waits for it"

@@ -14,8 +14,9 @@ import torch
 
 from minivllm import distributed
 from minivllm.distributed import (
-    LINE_ROWS, PLACE_BYTES, PUSH_NUMBERS, SINGLE, TABLE_BYTES, PeerMemory, PretendGroup, ProcessGroup, TensorParallelGroup, buffer_bytes,
-    divide, environment, fits_lines, leave_memory, lines_start, open_store, region_bytes, run_ranks, share_memory,
+    LINE_ROWS, MAX_PROGRAMS, PLACE_BYTES, PUSH_BLOCK, PUSH_NUMBERS, REGION_BYTES, SINGLE, SUM_PROGRAMS, TABLE_BYTES, PeerMemory, PretendGroup,
+    ProcessGroup, TensorParallelGroup, buffer_bytes, divide, environment, fits_lines, leave_memory, lines_of_row, open_store, region_bytes,
+    run_ranks, sends_whole_lines, share_memory,
 )
 from minivllm.engine.worker import WorkerError
 from minivllm.layers.layernorm import RMSNorm, add_rms_norm_torch
@@ -195,7 +196,7 @@ def test_norm_of_a_sum(n):
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NORM_STEPS = [(5, 64, BF16), (1, 100, FP32), (140, 24, BF16), (9, 24, FP16), (3, 100, BF16)]
-LINE_STEPS = [(5, 64, BF16), (1, 100, BF16), (140, 24, BF16), (9, 24, FP16), (3, 60, BF16)]  # 56 numbers are a line
+LINE_STEPS = [(5, 64, BF16), (1, 100, BF16), (20, 24, BF16), (9, 24, FP16), (3, 60, BF16), (2, 132, BF16)]  # 56 numbers are a line
 
 
 @contextmanager
@@ -251,11 +252,99 @@ def test_what_fits_into_the_table():
     assert peers.columns((TABLE_BYTES // 4096 + 1, 1024), BF16) is None and peers.columns((0, 5), BF16) is None
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_no_part_of_a_buffer_overlaps_another(world_size):
+    buffer = torch.zeros(buffer_bytes(world_size), dtype=torch.uint8)
+    peers, base = PeerMemory(0, buffer, torch.zeros(world_size, dtype=torch.int64)), buffer.data_ptr()
+    tensors = [peers.flags, peers.words, peers.sum_flags, peers.lines, *(peers.place(i, (1, PLACE_BYTES // 2), BF16) for i in (0, 1))]
+    # behind what is waited for lie the counts of the programs, and the two regions of one shot
+    behind = [MAX_PROGRAMS * (8 + 2 * REGION_BYTES), 8 * PUSH_NUMBERS // PUSH_BLOCK, 8 * SUM_PROGRAMS, 8 * LINE_ROWS, 0, 0]
+    starts = [tensor.data_ptr() - base for tensor in tensors]
+    assert [start + tensor.nbytes + more for start, tensor, more in zip(starts, tensors, behind)] == [*starts[1:], len(buffer)]
+    assert (peers.lines.data_ptr() - base) % 128 == 0  # what the machine moves as one
+
+
+def send_lines(peers, rows, call, source=1):
+    "Parts that another rank pushes, put there by hand"
+    lines = peers.lines.view(2, len(peers.addresses), LINE_ROWS, -1, 16)[call % 2, source, : len(rows), : lines_of_row(rows.shape[1])]
+    lines[..., 14:] = call
+    words = torch.zeros(len(rows), lines.shape[1] * 14, dtype=torch.int64)
+    words[:, : rows.shape[1] // 4] = rows.view(torch.int64)
+    lines[..., :14] = words.view(len(rows), -1, 14)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_a_rank_may_push_lines_one_sum_ahead():
+    "And in the second sum, of fewer rows, a row counts for itself"
+    buffers = [torch.zeros(buffer_bytes(2), dtype=torch.uint8) for _ in range(2)]
+    peers = PeerMemory(0, buffers[0], torch.tensor([buffer.data_ptr() for buffer in buffers]))
+    theirs, ours, residual, weight = torch.randn(3, 3, 64).bfloat16(), torch.randn(3, 64).bfloat16(), torch.randn(3, 64).bfloat16(), torch.ones(64).bfloat16()
+    send_lines(peers, theirs[0], 1)
+    send_lines(peers, theirs[1][:2], 2)
+    for rows, call in ((3, 0), (2, 1)):
+        got = distributed.push_add_norm(ours[:rows], residual[:rows], weight, 1e-5, peers.addresses, 0)
+        total = (ours[:rows].float() + theirs[call][:rows].float()).bfloat16()
+        assert torch.equal(got[1], residual[:rows] + total)
+    # the third row has had one sum, so this is its second
+    lines = peers.lines.view(2, 2, LINE_ROWS, -1, 16)
+    send_lines(peers, theirs[2], 3)
+    lines[0, 1, 2] = lines[1, 1, 2]
+    lines[0, 1, 2, :, 14:] = 2
+    got = distributed.push_add_norm(ours, residual, weight, 1e-5, peers.addresses, 0)
+    assert torch.equal(got[1], residual + (ours.float() + theirs[2].float()).bfloat16())
+
+
 def test_what_is_pushed_in_lines():
-    assert lines_start(2) % 128 == lines_start(3) % 128 == 0  # what the machine moves as one
     fitting = torch.empty(LINE_ROWS, 4096, dtype=BF16)
     assert fits_lines(fitting) and fits_lines(fitting[:1]) and not fits_lines(torch.empty(LINE_ROWS + 1, 4096, dtype=BF16))
     assert not any(map(fits_lines, (fitting.float(), fitting[:, :2048], torch.empty(4, 6, dtype=BF16), torch.empty(LINE_ROWS, 16384, dtype=BF16))))
+    # of more ranks fewer rows, and short ones: registers must stay free
+    assert not fits_lines(fitting, 4) and fits_lines(fitting[:128], 4) and not fits_lines(fitting[:1], 8)
+    assert fits_lines(torch.empty(1, 8192, dtype=BF16), 2) and not fits_lines(torch.empty(1, 8192, dtype=BF16), 3)
+
+
+class Whole:
+    "Stands in for the backend of a group of two, in which the other rank lacks something"
+
+    def __init__(self, group, lacks):
+        group.world_size, self.lacks = 2, lacks
+        group.all_reduce = lambda x: x + x.new_tensor([self.lacks != name for name in ("memory", "table", "whole lines")])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+@pytest.mark.parametrize("lacks", [None, "memory", "table", "whole lines", "memory here", "table here", "whole lines here"])
+def test_what_one_rank_lacks_none_uses(lacks, monkeypatch):
+    group = ProcessGroup(0, 1, open_store(1))
+    Whole(group, lacks)
+    memory, asked = torch.zeros(buffer_bytes(2, 0), dtype=torch.uint8), []
+
+    def share_memory(rank, world_size, store):
+        if lacks == "memory here": raise RuntimeError("no memory")
+        return [memory.data_ptr(), memory.data_ptr()]
+
+    def as_tensor(raw, device):
+        about = raw.__cuda_array_interface__
+        start, (size,) = about["data"][0] - memory.data_ptr(), about["shape"]
+        asked.append((start, size))
+        part = memory[start : start + size]
+        return part.clone() if lacks == "table here" and len(asked) == 2 else part
+
+    monkeypatch.setattr(distributed, "share_memory", share_memory)
+    monkeypatch.setattr(distributed, "sends_whole_lines", lambda first, world_size: lacks != "whole lines here")
+    monkeypatch.setattr(distributed.torch, "as_tensor", as_tensor)
+    group.device = SimpleNamespace(index=0, type="cpu", __str__=lambda self: "cpu")
+    monkeypatch.setattr(distributed.torch, "tensor", lambda data, device=None, **options: TENSOR(data, **options))
+    group.connect_peers()
+    what = (lacks or "").removesuffix(" here")
+    assert (group.peers is None) == (what == "memory")
+    if group.peers is not None:
+        assert asked == [(0, buffer_bytes(2)), (buffer_bytes(2), TABLE_BYTES)]
+        assert (group.columns((2, 3), FP32) is None) == (what == "table") and group.peers.whole_lines == (what != "whole lines")
+    group.world_size, group.shared, group.device = 1, None, torch.device("cpu")
+    group.close()
+
+
+TENSOR = torch.tensor
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
@@ -282,13 +371,15 @@ def test_how_a_group_sums_and_normalises(monkeypatch):
     group.all_reduce = lambda x: used.append("all_reduce") or x
     for name in ("push_add_norm", "sum_add_norm"):
         monkeypatch.setattr(distributed, name, lambda *args, name=name, fn=getattr(distributed, name): used.append(name) or fn(*args))
-    for rows, dtype, placed in [(3, BF16, True), (4, BF16, True), (4, BF16, False), (4, FP32, True), (4, FP32, False)]:
+    for rows, dtype, placed in [(3, BF16, True), (4, BF16, True), (4, BF16, False), (4, FP32, True), (4, FP32, False), (4, BF16, None)]:
         x, residual = torch.randn(2, rows, 8).to(dtype)
+        group.peers.whole_lines = placed is not None
         norm = norm.to(dtype)
         part = group.place(1, (rows, 8), dtype).copy_(x) if placed else x
         for ours, expected in zip(group.add_rms_norm(part, residual, norm), (norm(x + residual), x + residual)):
             torch.testing.assert_close(ours, expected)
-    assert used == ["all_reduce", "push_add_norm", "push_add_norm", "sum_add_norm", "all_reduce"]
+    assert used == ["all_reduce", "push_add_norm", "push_add_norm", "sum_add_norm", "all_reduce", "all_reduce"]
+    assert group.peers.add_rms_norm(torch.ones(4, 8, dtype=BF16), torch.ones(4, 8), norm.weight, 1e-5) is None  # of two dtypes
     group.close()
 
 
@@ -470,6 +561,13 @@ def test_memory_is_offered_found_and_given_back(driver):
     leave_memory(1, addresses)
     assert fake.calls == [("set", 4096, 0, buffer_bytes(2)), ("close", 8192), ("free", 4096)]
     assert buffer_bytes(2, 0) == buffer_bytes(2, 1) + TABLE_BYTES  # the root has the table behind the rest
+
+
+def test_lines_are_for_gpus_whose_atomics_reach_each_other(driver):
+    fake, linked = driver(FakeDriver()), {(2, 3), (3, 2), (2, 4), (4, 2), (3, 4)}
+    fake.CUdevice_P2PAttribute = SimpleNamespace(CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED=3)
+    fake.cuDeviceGetP2PAttribute = lambda attribute, a, b: (0, int(attribute == 3 and (a, b) in linked))
+    assert sends_whole_lines(2, 2) and not sends_whole_lines(2, 3)
 
 
 class OutOfMemory(int):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from minivllm.distributed import TensorParallelGroup, run_ranks
+from minivllm.layers import embedding_head
 from minivllm.layers.embedding_head import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import pack_weights
 
@@ -81,17 +82,23 @@ class TableGroup(TensorParallelGroup):
         self.table = table
 
     def columns(self, shape, dtype):
+        assert shape == (5, len(self.table[0]) // 2) and dtype == self.table.dtype
         return self.table[:, self.rank * shape[1] : (self.rank + 1) * shape[1]]
 
     def assemble(self, columns):
         return self.table if self.rank == 0 else None
 
 
-@pytest.mark.parametrize("product", [None, lambda x, weight: x @ weight.T])
-def test_columns_are_written_where_rank_0_wants_them(product):
-    full, x, table = torch.randn(VOCAB, HIDDEN), torch.randn(5, HIDDEN), torch.full((5, VOCAB + 1), torch.nan)
-    *others, logits = [loaded(ParallelLMHead, full, TableGroup(rank, 2, table))(x, *([product] if product else [])) for rank in (1, 0)]
-    assert torch.allclose(logits, F.linear(x, full), atol=1e-5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("product", [None, lambda x, weight: 2 * x @ weight.T])
+def test_columns_are_written_where_rank_0_wants_them(product, dtype, monkeypatch):
+    full, x, table = torch.randn(VOCAB, HIDDEN).to(dtype), torch.randn(5, HIDDEN).to(dtype), torch.full((5, VOCAB + 1), torch.nan, dtype=dtype)
+    written, linear_into = [], embedding_head.linear_into
+    monkeypatch.setattr(embedding_head, "linear_into", lambda *args: written.append(0) or linear_into(*args))
+    heads = [loaded(ParallelLMHead, full, TableGroup(rank, 2, table)).to(dtype) for rank in (1, 0)]
+    *others, logits = [head(x, *([product] if product else [])) for head in heads]
+    assert torch.allclose(logits, (2 if product else 1) * F.linear(x, full), atol=1e-5, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert len(written) == (0 if product else 2)  # the library's product needs no copy
     assert logits.shape == (5, VOCAB) and logits.data_ptr() == table.data_ptr() and others == [None]
 
 

@@ -285,13 +285,13 @@ def test_the_peak_counts_neither_workspaces_nor_first_choices(monkeypatch):
 
     fake = dict(empty_cache=empty_cache, memory_reserved=lambda device: state["reserved"],
                 reset_peak_memory_stats=lambda device: state.update(peak=state["reserved"]),
-                max_memory_reserved=lambda device: state["peak"], memory_allocated=lambda device: 90,
-                max_memory_allocated=lambda device: 90 + state["inside"])
+                max_memory_reserved=lambda device: state["peak"], memory_allocated=lambda device: 90 + state["runs"],
+                max_memory_allocated=lambda device: 91 + state["inside"])
     for name, function in fake.items(): monkeypatch.setattr(torch.cuda, name, function)
     runner = SimpleNamespace(device="cuda", block_size=4, run=run)
     state["inside"] = 6
     assert peak_of(runner, [None], [8]) == 7
-    state["inside"] = 9  # of it 2 in segments that were there before
+    state.update(inside=9, runs=0)  # of it 2 in segments that were there before
     assert peak_of(runner, [None], [8]) == 9
 
 

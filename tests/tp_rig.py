@@ -108,7 +108,7 @@ def peer_norms(tp, names, steps, late, way):
         assert peers.holds(part)
         given, rest = residual.clone(), (residual, weight, 1e-5, peers.addresses, tp.rank)
         if way == "pushed":
-            assert distributed.fits_lines(part)
+            assert distributed.fits_lines(part, len(names))
             normed, stream = distributed.push_add_norm(part, *rest)
         else:
             normed, stream = distributed.sum_add_norm(*rest, peers.places[call % 2])

@@ -53,7 +53,7 @@ class VocabParallelEmbedding(nn.Module):
         y = F.embedding((token_ids - self.start) * mine, self.weight)
         return self.tp.all_reduce(y.masked_fill(~mine.unsqueeze(-1), 0))
 
-# %% ../../nbs/08_layers.embedding_head.ipynb #2183425c
+# %% ../../nbs/08_layers.embedding_head.ipynb #204445ce
 class ParallelLMHead(VocabParallelEmbedding):
     "Logits from hidden states: a product with the transpose of an embedding-shaped matrix"
 
@@ -78,7 +78,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         hidden_states: torch.Tensor,  # `[num_rows, hidden_size]`, only the rows that are sampled
         product=linear,  # (rows, weight) -> rows times the weight's transpose
     ) -> torch.Tensor | None:  # `[num_rows, vocab_size]` on rank 0, None on the others
-        "Logits over the whole vocabulary; only the rank that samples receives them"
+        "Logits over the whole vocabulary; only the rank that samples receives them, until the next sum of all ranks"
         weight = self.weight if self.packed_copy is None else self.packed_copy
         columns = self.tp.columns((len(hidden_states), len(weight)), weight.dtype)
         if columns is None:

@@ -379,6 +379,7 @@ def test_how_a_group_sums_and_normalises(monkeypatch):
         for ours, expected in zip(group.add_rms_norm(part, residual, norm), (norm(x + residual), x + residual)):
             torch.testing.assert_close(ours, expected)
     assert used == ["all_reduce", "push_add_norm", "push_add_norm", "sum_add_norm", "all_reduce", "all_reduce"]
+    group.peers.whole_lines = True
     assert group.peers.add_rms_norm(torch.ones(4, 8, dtype=BF16), torch.ones(4, 8), norm.weight, 1e-5) is None  # of two dtypes
     group.close()
 

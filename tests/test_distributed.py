@@ -303,19 +303,12 @@ def test_what_is_pushed_in_lines():
     assert fits_lines(torch.empty(1, 8192, dtype=BF16), 2) and not fits_lines(torch.empty(1, 8192, dtype=BF16), 3)
 
 
-class Whole:
-    "Stands in for the backend of a group of two, in which the other rank lacks something"
-
-    def __init__(self, group, lacks):
-        group.world_size, self.lacks = 2, lacks
-        group.all_reduce = lambda x: x + x.new_tensor([self.lacks != name for name in ("memory", "table", "whole lines")])
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 @pytest.mark.parametrize("lacks", [None, "memory", "table", "whole lines", "memory here", "table here", "whole lines here"])
 def test_what_one_rank_lacks_none_uses(lacks, monkeypatch):
     group = ProcessGroup(0, 1, open_store(1))
-    Whole(group, lacks)
+    group.world_size = 2
+    group.all_reduce = lambda x: x + x.new_tensor([lacks != name for name in ("memory", "table", "whole lines")])  # of the other
     memory, asked = torch.zeros(buffer_bytes(2, 0), dtype=torch.uint8), []
 
     def share_memory(rank, world_size, store):
@@ -332,8 +325,9 @@ def test_what_one_rank_lacks_none_uses(lacks, monkeypatch):
     monkeypatch.setattr(distributed, "share_memory", share_memory)
     monkeypatch.setattr(distributed, "sends_whole_lines", lambda first, world_size: lacks != "whole lines here")
     monkeypatch.setattr(distributed.torch, "as_tensor", as_tensor)
-    group.device = SimpleNamespace(index=0, type="cpu", __str__=lambda self: "cpu")
-    monkeypatch.setattr(distributed.torch, "tensor", lambda data, device=None, **options: TENSOR(data, **options))
+    group.device = SimpleNamespace(index=0)
+    tensor = torch.tensor
+    monkeypatch.setattr(distributed.torch, "tensor", lambda data, device: tensor(data))
     group.connect_peers()
     what = (lacks or "").removesuffix(" here")
     assert (group.peers is None) == (what == "memory")
@@ -343,8 +337,6 @@ def test_what_one_rank_lacks_none_uses(lacks, monkeypatch):
     group.world_size, group.shared, group.device = 1, None, torch.device("cpu")
     group.close()
 
-
-TENSOR = torch.tensor
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")

@@ -335,7 +335,7 @@ def push_broadcast(
     "The bits of one rank's `x`, on every rank"
     return push_all_reduce(x.view(torch.int32), addresses, rank, root).view(x.dtype)
 
-# %% ../nbs/06_distributed.ipynb #40a97117
+# %% ../nbs/06_distributed.ipynb #f45aea9c
 SUM_PROGRAMS = 1 << 10  # that there are flags for
 PLACE_BYTES = 1 << 26   # of a rank's part: 8,192 rows of 4,096 numbers of 2 bytes
 LINE_ROWS = 256         # whose parts are pushed in lines, at most
@@ -364,10 +364,10 @@ def place_start(
 
 def buffer_bytes(
     world_size: int,
-    rank: int = 1,
+    with_table: bool = False,  # as rank 0's
 ) -> int:
     "For one shot, for the push, for the sums with their norm; on rank 0 for the table, too"
-    return place_start(world_size, 2) + (TABLE_BYTES if rank == 0 else 0)
+    return place_start(world_size, 2) + with_table * TABLE_BYTES
 
 # %% ../nbs/06_distributed.ipynb #4054d2f6
 @triton.jit(do_not_specialize=["num_rows"])  # or it would be compiled anew for 1 row, for 16, for 17
@@ -687,7 +687,7 @@ class RawMemory:
             version=3, shape=(nbytes,), typestr="|u1", data=(address, False)
         )
 
-# %% ../nbs/06_distributed.ipynb #da679e5a
+# %% ../nbs/06_distributed.ipynb #b75a37fc
 def share_memory(
     rank: int,
     world_size: int,
@@ -698,8 +698,9 @@ def share_memory(
     try:
         from cuda.bindings import driver
 
-        own = cuda_call(driver.cuMemAlloc, buffer_bytes(world_size, rank))
-        cuda_call(driver.cuMemsetD8, own, 0, buffer_bytes(world_size, rank))
+        nbytes = buffer_bytes(world_size, with_table=rank == 0)
+        own = cuda_call(driver.cuMemAlloc, nbytes)
+        cuda_call(driver.cuMemsetD8, own, 0, nbytes)
         handle = cuda_call(driver.cuIpcGetMemHandle, own).reserved
     finally:
         store.set(f"memory of rank {rank}", handle)

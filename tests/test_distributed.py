@@ -232,7 +232,7 @@ def test_sums_with_norms_through_peer_memory(ranks, late, way, steps):
 def test_columns_of_a_table(ranks, late):
     "On rank 0 the whole, whoever is late, one shape after another"
     shapes = [(4, 5), (1, 7), (4, 5), (30, 40)]
-    with segments_of(buffer_bytes(3, 0), buffer_bytes(3), buffer_bytes(3)) as names:
+    with segments_of(buffer_bytes(3, with_table=True), buffer_bytes(3), buffer_bytes(3)) as names:
         whole, *others = ranks.run("peer_tables", names, shapes, late)
     assert all(table is None for tables in others for table in tables)
     for call, ((rows, size), table) in enumerate(zip(shapes, whole)):
@@ -243,7 +243,7 @@ def test_columns_of_a_table(ranks, late):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 def test_what_fits_into_the_table():
     assert SINGLE.columns((2, 3), FP32) is None and torch.equal(SINGLE.assemble(torch.ones(2)), torch.ones(2))
-    buffers = [torch.zeros(buffer_bytes(2, rank), dtype=torch.uint8) for rank in range(2)]
+    buffers = [torch.zeros(buffer_bytes(2, with_table=rank == 0), dtype=torch.uint8) for rank in range(2)]
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
     assert PeerMemory(1, buffers[1], addresses).columns((2, 3), FP32) is None
     peers = PeerMemory(1, buffers[1], addresses, buffers[0][buffer_bytes(2):])
@@ -309,7 +309,7 @@ def test_what_one_rank_lacks_none_uses(lacks, monkeypatch):
     group = ProcessGroup(0, 1, open_store(1))
     group.world_size = 2
     group.all_reduce = lambda x: x + x.new_tensor([lacks != name for name in ("memory", "table", "whole lines")])  # of the other
-    memory, asked = torch.zeros(buffer_bytes(2, 0), dtype=torch.uint8), []
+    memory, asked = torch.zeros(buffer_bytes(2, with_table=True), dtype=torch.uint8), []
 
     def share_memory(rank, world_size, store):
         if lacks == "memory here": raise RuntimeError("no memory")
@@ -553,7 +553,7 @@ def test_memory_is_offered_found_and_given_back(driver):
     assert addresses == [8192, 4096] and store.get("memory of rank 1") == b"o" * 64
     leave_memory(1, addresses)
     assert fake.calls == [("set", 4096, 0, buffer_bytes(2)), ("close", 8192), ("free", 4096)]
-    assert buffer_bytes(2, 0) == buffer_bytes(2, 1) + TABLE_BYTES  # the root has the table behind the rest
+    assert buffer_bytes(2, with_table=True) == buffer_bytes(2) + TABLE_BYTES  # the root has the table behind the rest
 
 
 def test_lines_are_for_gpus_whose_atomics_reach_each_other(driver):

@@ -75,7 +75,7 @@ def peers_of(tp, names):
     "This rank's view of memory that the processes share"
     segments = [shared_memory.SharedMemory(name) for name in names]
     buffers = [torch.frombuffer(segment.buf, dtype=torch.uint8)[: buffer_bytes(len(names))] for segment in segments]
-    table = torch.frombuffer(segments[0].buf, dtype=torch.uint8)[buffer_bytes(len(names)) : buffer_bytes(len(names), 0)]
+    table = torch.frombuffer(segments[0].buf, dtype=torch.uint8)[buffer_bytes(len(names)) : buffer_bytes(len(names), with_table=True)]
     peers = PeerMemory(tp.rank, buffers[tp.rank], torch.tensor([buffer.data_ptr() for buffer in buffers]), table if len(table) else None)
     keep.append((segments, buffers, table))  # views of the segments must not outlive them
     tp.all_reduce(torch.ones(1))  # nobody's flags are reset any more

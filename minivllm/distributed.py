@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['SINGLE', 'LOCALHOST', 'logger', 'COLLECTIVE_TIMEOUT', 'MAX_PROGRAMS', 'REGION_BYTES', 'ONE_SHOT_BYTES',
            'MIN_BLOCK_BYTES', 'RELEASED', 'PUSH_NUMBERS', 'PUSH_BLOCK', 'SUM_PROGRAMS', 'PLACE_BYTES', 'LINE_ROWS',
-           'ROW_LINES', 'TABLE_BYTES', 'NO_MULTICAST', 'NO_WATCHDOG', 'TensorParallelGroup', 'PretendGroup',
-           'run_ranks', 'open_store', 'connect_gloo', 'flag_bytes', 'region_bytes', 'one_shot_kernel',
-           'one_shot_all_reduce', 'word_bytes', 'push_kernel', 'push_all_reduce', 'push_broadcast', 'sum_flags_start',
-           'lines_start', 'place_start', 'buffer_bytes', 'sum_add_norm_kernel', 'sum_add_norm', 'four_of', 'words_of',
-           'rounded_sums', 'rms_normed', 'push_add_norm_kernel', 'lines_of_row', 'fits_lines', 'push_add_norm',
-           'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet', 'environment',
-           'connect_nccl', 'sends_whole_lines', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'divide']
+           'ROW_LINES', 'FEW_ROWS', 'FEW_NUMBERS', 'FEW_PROGRAMS', 'TABLE_BYTES', 'NO_MULTICAST', 'NO_WATCHDOG',
+           'TensorParallelGroup', 'PretendGroup', 'run_ranks', 'open_store', 'connect_gloo', 'flag_bytes',
+           'region_bytes', 'one_shot_kernel', 'one_shot_all_reduce', 'word_bytes', 'push_kernel', 'push_all_reduce',
+           'push_broadcast', 'sum_flags_start', 'lines_start', 'few_start', 'place_start', 'buffer_bytes',
+           'sum_add_norm_kernel', 'sum_add_norm', 'four_of', 'words_of', 'rounded_sums', 'rms_normed',
+           'push_add_norm_kernel', 'lines_of_row', 'fits_lines', 'push_add_norm', 'PushTarget', 'PeerMemory',
+           'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet', 'environment', 'connect_nccl',
+           'sends_whole_lines', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'divide']
 
-# %% ../nbs/06_distributed.ipynb #6e7f96b7
+# %% ../nbs/06_distributed.ipynb #1d30252e
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from .kernels.common import INTERPRETED, await_previous, early_launch, round_to, tl, triton
 
-# %% ../nbs/06_distributed.ipynb #1502fd2c
+# %% ../nbs/06_distributed.ipynb #5e488999
 class TensorParallelGroup:
     "One rank's view of its group; the base class is a group of one, whose collectives do nothing"
 
@@ -66,6 +68,10 @@ class TensorParallelGroup:
 
     def place(self, which: int, shape: tuple, dtype: torch.dtype) -> torch.Tensor | None:
         "Where this rank's part of a sum is best written, in place 0 or 1; None: anywhere"
+        return None
+
+    def push_target(self, shape: tuple, dtype: torch.dtype):
+        "Where a product of few rows pushes its results, which are summed; None: nowhere, they are a tensor"
         return None
 
     def columns(self, shape: tuple, dtype: torch.dtype) -> torch.Tensor | None:
@@ -265,7 +271,7 @@ def word_bytes(world_size: int) -> int:
     "Two words for every number of every rank, and a count for every program"
     return 8 * (2 * world_size * PUSH_NUMBERS + PUSH_NUMBERS // PUSH_BLOCK)
 
-# %% ../nbs/06_distributed.ipynb #11fb9980
+# %% ../nbs/06_distributed.ipynb #e5d79f19
 @triton.jit
 def push_kernel(
     x_ptr, y_ptr, addresses_ptr, numel, rank,  # as for one shot
@@ -277,13 +283,17 @@ def push_kernel(
     PDL: tl.constexpr = False,
 ):
     "The sum of all ranks' `x`, or one of them; a number travels beside the count of the sum that it belongs to"
-    await_previous(PDL)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < numel
+    starts = ()  # addresses never change: they needn't wait
+    for r in tl.static_range(WORLD_SIZE):
+        start = (tl.load(addresses_ptr + r) + START).to(tl.pointer_type(tl.int64))
+        starts += (tl.multiple_of(start, 16),)  # so that two words go at once
     own = (tl.load(addresses_ptr + rank) + START).to(tl.pointer_type(tl.int64))
-    own = tl.multiple_of(own, 16)  # so that two words go at once
+    own = tl.multiple_of(own, 16)
+    await_previous(PDL)
     count_ptr = own + 2 * WORLD_SIZE * NUMBERS + tl.program_id(0)
     call = (tl.load(count_ptr) + 1) & 0x7FFFFFFF
     first = call % 2 * WORLD_SIZE * NUMBERS + i
@@ -291,9 +301,7 @@ def push_kernel(
     x = tl.load(x_ptr + i, inside)
     word = (x.to(bits, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (call << 32)
     for r in tl.static_range(WORLD_SIZE):
-        theirs = (tl.load(addresses_ptr + r) + START).to(tl.pointer_type(tl.int64))
-        theirs = tl.multiple_of(theirs, 16)
-        tl.store(theirs + first + rank * NUMBERS, word, inside)
+        tl.store(starts[r] + first + rank * NUMBERS, word, inside)
     # add, in the order of the ranks, what has come; -1 is the count of a rank that will never come
     total = tl.zeros((BLOCK,), tl.float32)
     for r in tl.static_range(WORLD_SIZE):
@@ -335,11 +343,14 @@ def push_broadcast(
     "The bits of one rank's `x`, on every rank"
     return push_all_reduce(x.view(torch.int32), addresses, rank, root).view(x.dtype)
 
-# %% ../nbs/06_distributed.ipynb #f45aea9c
+# %% ../nbs/06_distributed.ipynb #559b190f
 SUM_PROGRAMS = 1 << 10  # that there are flags for
 PLACE_BYTES = 1 << 26   # of a rank's part: 8,192 rows of 4,096 numbers of 2 bytes
 LINE_ROWS = 256         # whose parts are pushed in lines, at most
 ROW_LINES = 148         # of a row, at most: 8,288 numbers of 2 bytes
+FEW_ROWS = 4            # of a product that pushes its results itself, at most
+FEW_NUMBERS = 1 << 13   # of a row of them, at most
+FEW_PROGRAMS = 1 << 8   # that collect them, at most
 TABLE_BYTES = 1 << 27   # on rank 0: 256 rows of 262,144 numbers of 2 bytes
 
 
@@ -353,23 +364,29 @@ def lines_start(world_size: int) -> int:
     return sum_flags_start(world_size) + 8 * SUM_PROGRAMS * (world_size + 1)
 
 
+def few_start(world_size: int) -> int:
+    "Bytes in front of what products push: two words of 4 bytes for every number of every rank, and counts"
+    lines = 2 * world_size * LINE_ROWS * ROW_LINES * 128 + 8 * LINE_ROWS
+    return lines_start(world_size) + lines
+
+
 def place_start(
     world_size: int,
     which: int,  # 0 or 1
 ) -> int:
     "Bytes of a buffer in front of a place"
-    lines = 2 * world_size * LINE_ROWS * ROW_LINES * 128 + 8 * LINE_ROWS
-    return lines_start(world_size) + lines + which * PLACE_BYTES
+    few = 4 * 2 * world_size * FEW_ROWS * FEW_NUMBERS + 8 * FEW_PROGRAMS
+    return few_start(world_size) + few + which * PLACE_BYTES
 
 
 def buffer_bytes(
     world_size: int,
     with_table: bool = False,  # as rank 0's
 ) -> int:
-    "For one shot, for the push, for the sums with their norm; on rank 0 for the table, too"
+    "For one shot, for the push, for the sums with their norm, for products that push; on rank 0 for the table, too"
     return place_start(world_size, 2) + with_table * TABLE_BYTES
 
-# %% ../nbs/06_distributed.ipynb #4054d2f6
+# %% ../nbs/06_distributed.ipynb #93c9a0d7
 @triton.jit(do_not_specialize=["num_rows"])  # or it would be compiled anew for 1 row, for 16, for 17
 def sum_add_norm_kernel(
     out_ptr, stream_ptr, residual_ptr, weight_ptr,
@@ -387,9 +404,9 @@ def sum_add_norm_kernel(
     pid, column = tl.program_id(0), tl.arange(0, BLOCK)
     inside = column < HIDDEN
     weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
+    own = (tl.load(addresses_ptr + rank) + FLAGS).to(tl.pointer_type(tl.int64))
     await_previous(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    own = (tl.load(addresses_ptr + rank) + FLAGS).to(tl.pointer_type(tl.int64))
     count = own + PROGRAMS * WORLD_SIZE + pid
     call = tl.load(count) + 1
     # this rank's product is there: say so
@@ -481,7 +498,7 @@ def rms_normed(numbers, weight, is_data, hidden: tl.constexpr, eps, dtype: tl.co
         result += (round_to(numbers[i] * scale, dtype).to(tl.float32) * weight[i],)
     return result
 
-# %% ../nbs/06_distributed.ipynb #cf1a7dc1
+# %% ../nbs/06_distributed.ipynb #93340a88
 @triton.jit
 def push_add_norm_kernel(
     out_ptr, stream_ptr, part_ptr, residual_ptr, weight_ptr,
@@ -503,8 +520,11 @@ def push_add_norm_kernel(
     word = line * 14 + slot
     is_data, used = (slot < 14) & (word < HIDDEN // 4), line < USED
     weight = four_of(tl.load(weight_ptr.to(word64) + word, is_data, 0), dtype)
-    await_previous(PDL)
+    starts = ()  # addresses never change: they needn't wait
+    for r in tl.static_range(WORLD_SIZE):
+        starts += (tl.multiple_of((tl.load(addresses_ptr + r) + START).to(word64), 16),)
     own = tl.multiple_of((tl.load(addresses_ptr + rank) + START).to(word64), 16)
+    await_previous(PDL)
     count = own + 2 * WORLD_SIZE * ROWS * LINES * 16 + row
     call = tl.load(count) + 1
     at = row * (HIDDEN // 4) + word
@@ -514,8 +534,7 @@ def push_add_norm_kernel(
     place = ((call % 2 * WORLD_SIZE * ROWS + row) * LINES + line) * 16 + slot
     for r in tl.static_range(WORLD_SIZE):
         if r != rank:
-            theirs = tl.multiple_of((tl.load(addresses_ptr + r) + START).to(word64), 16)
-            tl.store(theirs + place + rank * ROWS * LINES * 16, tl.where(slot < 14, part, call), used)
+            tl.store(starts[r] + place + rank * ROWS * LINES * 16, tl.where(slot < 14, part, call), used)
     # add, in the order of the ranks, what has come; -1 is the count of a rank that will never come
     total = (0.0, 0.0, 0.0, 0.0)
     for r in tl.static_range(WORLD_SIZE):
@@ -574,7 +593,14 @@ def push_add_norm(
     )
     return out, stream
 
-# %% ../nbs/06_distributed.ipynb #1f6fd0ae
+# %% ../nbs/06_distributed.ipynb #4b84a164
+class PushTarget(NamedTuple):
+    "Where a product of few rows pushes its results"
+
+    addresses: torch.Tensor  # `[world_size]` int64, each rank's buffer as this rank reaches it
+    rank: int
+
+
 class PeerMemory:
     "This rank's buffer, those of the others, and the sums through them"
 
@@ -597,6 +623,8 @@ class PeerMemory:
         start = lines_start(len(addresses))
         num_lines = 2 * len(addresses) * LINE_ROWS * ROW_LINES
         self.lines = buffer[start : start + num_lines * 128].view(torch.int64)
+        start = few_start(len(addresses))
+        self.few = buffer[start : start + 8 * len(addresses) * FEW_ROWS * FEW_NUMBERS].view(torch.int32)
         self.places = [place_start(len(addresses), which) for which in (0, 1)]
         # what `release` needs must be there before it is needed: the driver loads a kernel when it is
         # first launched, and may wait for the device meanwhile
@@ -622,6 +650,12 @@ class PeerMemory:
     def broadcast(self, x: torch.Tensor, src: int) -> torch.Tensor:
         "The `x` of rank `src`, on every rank"
         return push_broadcast(x, self.addresses, self.rank, src)
+
+    def push_target(self, shape: tuple, dtype: torch.dtype) -> PushTarget | None:
+        "Where a product of this shape pushes its results, if they fit"
+        (num_rows, size), fits = shape, dtype in (torch.bfloat16, torch.float16)
+        fits = fits and 0 < num_rows <= FEW_ROWS and 0 < size <= FEW_NUMBERS
+        return PushTarget(self.addresses, self.rank) if fits else None
 
     def place(self, which: int, shape: tuple, dtype: torch.dtype) -> torch.Tensor | None:
         "A tensor that all can read, if there is one of this size"
@@ -665,7 +699,7 @@ class PeerMemory:
     def release(self):
         "End every wait for another rank, now and later"
         flags = [(flags, RELEASED) for flags in (self.flags, self.sum_flags)]
-        self.fill(*flags, (self.words, -1), (self.lines, -1))
+        self.fill(*flags, (self.words, -1), (self.lines, -1), (self.few, -1))
 
 # %% ../nbs/06_distributed.ipynb #8e890aff
 def cuda_call(
@@ -687,7 +721,7 @@ class RawMemory:
             version=3, shape=(nbytes,), typestr="|u1", data=(address, False)
         )
 
-# %% ../nbs/06_distributed.ipynb #b75a37fc
+# %% ../nbs/06_distributed.ipynb #d6419109
 def share_memory(
     rank: int,
     world_size: int,
@@ -705,24 +739,33 @@ def share_memory(
     finally:
         store.set(f"memory of rank {rank}", handle)
     handles = [store.get(f"memory of rank {r}") for r in range(world_size)]
-    if b"" in handles:
-        raise RuntimeError(f"rank {handles.index(b'')} has no memory to share")
-    addresses = []
-    for r, handle in enumerate(handles):
-        theirs = driver.CUipcMemHandle()
-        theirs.reserved = handle
-        flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        address = own if r == rank else cuda_call(driver.cuIpcOpenMemHandle, theirs, flags)
-        addresses.append(int(address))
+    addresses = [0] * world_size
+    addresses[rank] = int(own)
+    try:
+        if b"" in handles:
+            raise RuntimeError(f"rank {handles.index(b'')} has no memory to share")
+        for r, handle in enumerate(handles):
+            theirs = driver.CUipcMemHandle()
+            theirs.reserved = handle
+            flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+            if r != rank:
+                addresses[r] = int(cuda_call(driver.cuIpcOpenMemHandle, theirs, flags))
+    except RuntimeError:
+        leave_memory(rank, addresses)
+        raise
     return addresses
 
 
-def leave_memory(rank: int, addresses: list[int]):
+def leave_memory(
+    rank: int,
+    addresses: list[int],  # 0: of a rank whose memory wasn't found
+):
     "Give back what `share_memory` has made and found"
     from cuda.bindings import driver
 
     for r, address in enumerate(addresses):
-        cuda_call(driver.cuMemFree if r == rank else driver.cuIpcCloseMemHandle, address)
+        if address:
+            cuda_call(driver.cuMemFree if r == rank else driver.cuIpcCloseMemHandle, address)
 
 # %% ../nbs/06_distributed.ipynb #a7eae1be
 def meet(
@@ -795,7 +838,7 @@ def options_of(kind, **values):
         setattr(options, name, value)
     return options
 
-# %% ../nbs/06_distributed.ipynb #5dc6d0a8
+# %% ../nbs/06_distributed.ipynb #280f68ac
 class ProcessGroup(TensorParallelGroup):
     "One of several ranks that are processes of one machine: gloo on the CPU, NCCL between GPUs"
 
@@ -894,6 +937,9 @@ class ProcessGroup(TensorParallelGroup):
         if self.peers is not None:
             result = self.peers.add_rms_norm(part, residual, norm.weight, norm.eps)
         return super().add_rms_norm(part, residual, norm) if result is None else result
+
+    def push_target(self, shape, dtype):
+        return None if self.peers is None else self.peers.push_target(shape, dtype)
 
     def columns(self, shape, dtype):
         return None if self.peers is None else self.peers.columns(shape, dtype)

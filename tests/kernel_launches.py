@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minivllm.distributed import place_start
+from minivllm.distributed import PushTarget, place_start
 
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -132,11 +132,11 @@ def store_kv_triton(launch, dtype, head_dim, heads):
     launch(k, v, *caches(heads, head_dim, dtype), integers(64, dtype=torch.int64))
 
 
-@launcher("minivllm.kernels.kv_cache", head_dim=HEAD_DIMS, heads=HEADS, norm=(True, False))
-def norm_rope_store_triton(launch, dtype, head_dim, heads, norm):
-    qkv, *_ = packed_qkv(64, heads, head_dim, dtype)
+@launcher("minivllm.kernels.kv_cache", head_dim=HEAD_DIMS, heads=HEADS, norm=(True, False), tokens=(64, 8192))
+def norm_rope_store_triton(launch, dtype, head_dim, heads, norm, tokens):
+    qkv, *_ = packed_qkv(tokens, heads, head_dim, dtype)
     weights = empty(2, head_dim, dtype=dtype) if norm else (None, None)
-    table, slots = empty(40960, 2, head_dim, dtype=torch.float32), integers(2, 64, dtype=torch.int64)
+    table, slots = empty(40960, 2, head_dim, dtype=torch.float32), integers(2, tokens, dtype=torch.int64)
     launch(qkv, slots[0], table, *weights, 1e-6, *caches(heads, head_dim, dtype), slots[1])
 
 
@@ -230,7 +230,10 @@ def sum_add_norm(launch, dtype, size, world_size, tokens):
         launch(empty(tokens, size, dtype=dtype), empty(size, dtype=dtype), 1e-6, addresses, 1, place_start(world_size, which))
 
 
-@launcher("minivllm.distributed", (torch.bfloat16, torch.float16), size=HIDDEN, world_size=(2, 3, 8), rank=(0, 1, 2))
+DTYPES_OF_WORDS = torch.bfloat16, torch.float16
+
+
+@launcher("minivllm.distributed", DTYPES_OF_WORDS, size=HIDDEN, world_size=(2, 3, 8), rank=(0, 1, 2))
 def push_add_norm(launch, dtype, size, world_size, rank):
     part = empty(16, size, dtype=dtype)
     launch(part, part, empty(size, dtype=dtype), 1e-6, integers(world_size, dtype=torch.int64), min(rank, world_size - 1))
@@ -280,6 +283,18 @@ def norm_gate_up_silu_triton(launch, dtype, sizes, rows, bias):
 def linear_residual_triton(launch, dtype, sizes, rows, bias):
     x, weight, tail = few_rows(dtype, rows, sizes, bias)
     launch(x, weight, empty(rows, sizes[0], dtype=dtype), *tail)
+
+
+@launcher("minivllm.kernels.decode_push", DTYPES_OF_WORDS, sizes=PRODUCTS, rows=(1, 2, 4), bias=(False, True), world_size=(2, 8))
+def push_product(launch, dtype, sizes, rows, bias, world_size):
+    x, weight, _ = few_rows(dtype, rows, sizes, False)
+    target = PushTarget(integers(world_size, dtype=torch.int64), 1)
+    launch(x, weight, empty(sizes[0], dtype=dtype) if bias else None, None if bias else empty(rows, sizes[0], dtype=dtype), target)
+
+
+@launcher("minivllm.kernels.decode_push", DTYPES_OF_WORDS, size=(100, 1024, 4096), rows=(1, 3, 4), world_size=(2, 3, 8))
+def collect(launch, dtype, size, rows, world_size):
+    launch(rows, size, dtype, PushTarget(integers(world_size, dtype=torch.int64), 1))
 
 
 # Toys

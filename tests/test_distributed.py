@@ -14,13 +14,17 @@ import torch
 
 from minivllm import distributed
 from minivllm.distributed import (
-    LINE_ROWS, MAX_PROGRAMS, PLACE_BYTES, PUSH_BLOCK, PUSH_NUMBERS, REGION_BYTES, SINGLE, SUM_PROGRAMS, TABLE_BYTES, PeerMemory, PretendGroup,
-    ProcessGroup, TensorParallelGroup, buffer_bytes, divide, environment, fits_lines, leave_memory, lines_of_row, open_store, region_bytes,
-    run_ranks, sends_whole_lines, share_memory,
+    FEW_NUMBERS, FEW_PROGRAMS, FEW_ROWS, LINE_ROWS, MAX_PROGRAMS, PLACE_BYTES, PUSH_BLOCK, PUSH_NUMBERS, REGION_BYTES, SINGLE, SUM_PROGRAMS,
+    TABLE_BYTES, PeerMemory, PretendGroup, ProcessGroup, PushTarget, TensorParallelGroup, buffer_bytes, divide, environment, few_start,
+    fits_lines, leave_memory, lines_of_row, open_store, region_bytes, run_ranks, sends_whole_lines, share_memory,
 )
 from minivllm.engine.worker import WorkerError
+from minivllm.kernels.common import triton
+from minivllm.kernels.decode_push import collect, collected_block, linear_sum, push_product
 from minivllm.layers.layernorm import RMSNorm, add_rms_norm_torch
-from tp_rig import Ranks, norm_input, peer_input
+from minivllm.layers.linear import RowParallelLinear
+from minivllm.models import llama
+from tp_rig import Ranks, norm_input, peer_input, product_input
 
 
 def test_group_of_one_returns_its_tensor():
@@ -227,6 +231,106 @@ def test_sums_with_norms_through_peer_memory(ranks, late, way, steps):
         assert all(np.array_equal(a, b) for pair in pairs for a, b in zip(pair, pairs[0]))
 
 
+PUSH_STEPS = [(1, 64, 32, BF16), (3, 2100, 16, BF16), (1, 2100, 48, FP16), (4, 7, 5, BF16), (2, 64, 32, BF16), (1, 1500, 16, BF16), (1, 2100, 16, BF16)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and want GPUs that reach each other")
+@pytest.mark.parametrize("late", [0, 2])
+def test_products_that_push(ranks, late):
+    "Short rows and long ones, few and more, one after another, whoever is late: what torch sums, in the order of the ranks"
+    with segments_of(*[buffer_bytes(3)] * 3) as names:
+        results = ranks.run("pushed_products", names, PUSH_STEPS, late)
+    for call, ((*_, dtype), sums) in enumerate(zip(PUSH_STEPS, zip(*results))):
+        xs, weights, bias, residual = product_input(3, call, *PUSH_STEPS[call])
+        parts = [x.float() @ weight.float().T for x, weight in zip(xs, weights)]
+        parts = [parts[0], parts[1].to(dtype).float() + residual.float(), parts[2] + bias.float()]
+        expected = sum(part.to(dtype).float() for part in parts).to(dtype).float()
+        np.testing.assert_allclose(sums[0], expected, rtol=4 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
+        assert all(np.array_equal(y, sums[0]) for y in sums)  # the same bits everywhere
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_a_product_may_push_one_sum_ahead_and_its_counts_begin_again():
+    "Counts of 16 bits start again behind 65,533, at an even sum"
+    buffers = [torch.zeros(buffer_bytes(2), dtype=torch.uint8) for _ in range(2)]
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
+    targets, peers = [PushTarget(addresses, rank) for rank in (0, 1)], [PeerMemory(rank, buffers[rank], addresses) for rank in (0, 1)]
+    counts = [peer.buffer[few_start(2) + peer.few.nbytes :][: 8 * FEW_PROGRAMS].view(torch.int64) for peer in peers]
+    for begin in (0, 65_532, 65_533):
+        for one in counts:
+            one.fill_(begin)
+        x, weight = torch.eye(2, 8).bfloat16(), torch.eye(8).bfloat16()
+        for call in range(4):
+            for rank, target in enumerate(targets):
+                push_product(x * (call + 1) * (rank + 1), weight, None, None, target)
+            if call == 0:  # rank 1 collects, and pushes for the next sum, before rank 0 has looked
+                assert torch.equal(collect(2, 8, BF16, targets[1]), 3 * x)
+                push_product(x * 4, weight, None, None, targets[1])
+                assert torch.equal(collect(2, 8, BF16, targets[0]), 3 * x)
+                push_product(x * 2, weight, None, None, targets[0])
+                assert all(torch.equal(collect(2, 8, BF16, target), 6 * x) for target in targets)
+            else:
+                assert all(torch.equal(collect(2, 8, BF16, target), 3 * (call + 1) * x) for target in targets)
+        assert [int(one[0]) for one in counts] == [begin + 5] * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_who_collects_waits_for_all_words_of_this_sum():
+    buffers = [torch.zeros(buffer_bytes(2), dtype=torch.uint8) for _ in range(2)]
+    addresses, sums = torch.tensor([buffer.data_ptr() for buffer in buffers]), []
+    targets, peers = [PushTarget(addresses, rank) for rank in (0, 1)], PeerMemory(0, buffers[0], addresses)
+    x, weight = torch.ones(1, 4).bfloat16(), torch.ones(8, 4).bfloat16()
+    push_product(x, weight, None, None, targets[0])
+    words = peers.few.view(2, 2, FEW_ROWS, FEW_NUMBERS)[1, 1, 0]
+    words[:7] = 1 << 16 | 0x3F80  # seven of eight have come, each a 1.0 of the first sum; the last is of another
+    words[7] = (65_533 << 16 | 0x3F80) - 2**32
+    thread = threading.Thread(target=lambda: sums.append(collect(1, 8, BF16, targets[0])), daemon=True)
+    thread.start()
+    thread.join(0.5)
+    assert not sums
+    words[7] = 1 << 16 | 0x4000
+    thread.join(30)
+    assert sums[0].tolist() == [[5.0] * 7 + [6.0]]
+    # and a rank that never comes: the wait ends when this one is told, now and later
+    thread = threading.Thread(target=lambda: sums.extend(linear_sum(x, weight, None, None, targets[0]) for _ in range(3)), daemon=True)
+    thread.start()
+    thread.join(0.5)
+    assert len(sums) == 1
+    peers.release()
+    thread.join(30)
+    assert len(sums) == 4
+
+
+def test_what_a_product_may_push():
+    peers = PeerMemory(1, torch.zeros(buffer_bytes(2), dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))
+    target = peers.push_target((FEW_ROWS, FEW_NUMBERS), BF16)
+    assert target.rank == 1 and target.addresses is peers.addresses and peers.push_target((1, 1), FP16) is not None
+    for shape, dtype in (((FEW_ROWS + 1, 8), BF16), ((1, FEW_NUMBERS + 1), BF16), ((0, 8), BF16), ((1, 8), FP32), ((1, 8), torch.float64)):
+        assert peers.push_target(shape, dtype) is None
+    assert SINGLE.push_target((1, 8), BF16) is None
+    for world_size in (1, 2, 3, 8, 64):  # each column has its program, and its count a place
+        assert triton.cdiv(FEW_NUMBERS, collected_block(FEW_NUMBERS, world_size)) <= FEW_PROGRAMS
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_a_branch_that_pushes_gives_the_stream(monkeypatch):
+    "Of a group in which the product can push, the layer of few rows lets it; bias and stream count on the first rank"
+    buffer, stream, x = torch.zeros(buffer_bytes(1), dtype=torch.uint8), torch.randn(2, 16).bfloat16(), torch.randn(2, 8).bfloat16()
+    group = ProcessGroup(0, 1, open_store(1))
+    group.peers = PeerMemory(0, buffer, torch.tensor([buffer.data_ptr()]))
+    linear = RowParallelLinear(8, 16, bias=True, tp=group).bfloat16().requires_grad_(False)
+    linear.weight.normal_()
+    linear.bias.normal_()
+    monkeypatch.setattr(llama, "linear_residual", None)  # the other way
+    expected = stream + linear(x)
+    torch.testing.assert_close(llama.add_product(linear, stream, x), expected, rtol=0.02, atol=0.02)
+    group.rank = 1
+    group.peers.rank = 0  # of one, still
+    torch.testing.assert_close(llama.add_product(linear, stream, x), x @ linear.weight.T, rtol=0.02, atol=0.02)
+    group.rank = 0
+    group.close()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and want GPUs that reach each other")
 @pytest.mark.parametrize("late", [0, 1])
 def test_columns_of_a_table(ranks, late):
@@ -256,9 +360,9 @@ def test_what_fits_into_the_table():
 def test_no_part_of_a_buffer_overlaps_another(world_size):
     buffer = torch.zeros(buffer_bytes(world_size), dtype=torch.uint8)
     peers, base = PeerMemory(0, buffer, torch.zeros(world_size, dtype=torch.int64)), buffer.data_ptr()
-    tensors = [peers.flags, peers.words, peers.sum_flags, peers.lines, *(peers.place(i, (1, PLACE_BYTES // 2), BF16) for i in (0, 1))]
+    tensors = [peers.flags, peers.words, peers.sum_flags, peers.lines, peers.few, *(peers.place(i, (1, PLACE_BYTES // 2), BF16) for i in (0, 1))]
     # behind what is waited for lie the counts of the programs, and the two regions of one shot
-    behind = [MAX_PROGRAMS * (8 + 2 * REGION_BYTES), 8 * PUSH_NUMBERS // PUSH_BLOCK, 8 * SUM_PROGRAMS, 8 * LINE_ROWS, 0, 0]
+    behind = [MAX_PROGRAMS * (8 + 2 * REGION_BYTES), 8 * PUSH_NUMBERS // PUSH_BLOCK, 8 * SUM_PROGRAMS, 8 * LINE_ROWS, 8 * FEW_PROGRAMS, 0, 0]
     starts = [tensor.data_ptr() - base for tensor in tensors]
     assert [start + tensor.nbytes + more for start, tensor, more in zip(starts, tensors, behind)] == [*starts[1:], len(buffer)]
     assert (peers.lines.data_ptr() - base) % 128 == 0  # what the machine moves as one
@@ -573,9 +677,19 @@ def test_who_has_no_memory_says_so_before_it_fails(driver):
     with pytest.raises(RuntimeError, match="cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"):
         share_memory(0, 2, store)
     assert store.get("memory of rank 0") == b""
-    driver(FakeDriver())
+    fake = driver(FakeDriver())
     with pytest.raises(RuntimeError, match="rank 0 has no memory to share"):
         share_memory(1, 2, store)
+    assert fake.calls[-1] == ("free", 4096)  # what it had made itself
+    # one of two others can't be reached: what was found by then is given back, too
+    store, fake = open_store(3), driver(FakeDriver())
+    store.set("memory of rank 0", b"h" * 64)
+    store.set("memory of rank 1", b"h" * 64)
+    reached = iter([(0, 8192), (OutOfMemory(2), None)])
+    fake.cuIpcOpenMemHandle = lambda handle, flags: next(reached)
+    with pytest.raises(RuntimeError, match="cuIpcOpenMemHandle|<lambda>"):
+        share_memory(2, 3, store)
+    assert fake.calls[1:] == [("close", 8192), ("free", 4096)]
 
 
 def test_without_the_driver_others_are_told(monkeypatch):

@@ -13,6 +13,7 @@ from minivllm.kernels.kv_cache import (
     store_kv,
     store_kv_torch,
     store_kv_triton,
+    store_tile,
 )
 from minivllm.layers.rotary_embedding import default_inv_freq, rope_cos_sin
 
@@ -256,6 +257,21 @@ def test_fused_kernel_rounds_as_the_twin(dtype, shape):
     for one, other in zip(*results):
         different = (one != other).float().mean()  # sums in another order, on a GPU contracted: rarely, a last bit
         assert different < 0.01 and torch.allclose(one.float(), other.float(), rtol=2**-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_token_gives_the_same_bits_in_every_tile(monkeypatch, shape):
+    "`store_tile` asks for the number of tokens; a request's numbers must not depend on the batch"
+    arguments = fused_case(*shape, torch.bfloat16, device=DEVICES[-1])
+    num_rows, head_dim = shape[1] + 2 * shape[2], shape[3]
+    few, many = (store_tile(num_tokens, num_rows, head_dim) for num_tokens in (512, 513))
+    assert few[:2] == many[:2] and many[2] == max(few[2] // 2, 1)
+    results = []
+    for tile in (few, many):
+        monkeypatch.setattr("minivllm.kernels.kv_cache.store_tile", lambda *_: tile)
+        both = caches(3, 4, *shape[2:], DEVICES[-1], torch.bfloat16)
+        results.append((norm_rope_store_triton(*arguments, *both, torch.arange(shape[0], device=DEVICES[-1])), both.nan_to_num()))
+    assert all(map(torch.equal, *results))
 
 
 @settings(deadline=None, max_examples=40)

@@ -210,6 +210,17 @@ def test_a_row_does_not_depend_on_its_batch(dtype, device):
     assert torch.equal(add_rms_norm_triton(x, residual, weight[0], 1e-5)[0][[0, 17, 39]], torch.cat(alone))
 
 
+def test_a_weight_that_must_be_copied_is_not_read_early(monkeypatch):
+    "The kernel reads its weight before the one in front has ended; the copy is that one"
+    asked = []
+    monkeypatch.setattr("minivllm.layers.layernorm.early_launch", lambda device: asked.append(device) or {})
+    x, weight = random(3, 16).to(KERNEL_DEVICES[-1]), random(32, seed=1).to(KERNEL_DEVICES[-1])
+    rms_norm_triton(x, weight[:16], 1e-5)
+    assert len(asked) == 1
+    rms_norm_triton(x, weight[::2], 1e-5), add_rms_norm_triton(x, x, weight[::2], 1e-5)
+    assert len(asked) == 1
+
+
 def test_kernel_refuses_what_does_not_fit():
     x, weight = torch.randn(2, 64), torch.ones(64)
     with pytest.raises(ValueError, match=r"weight of shape \(32,\) for rows of 64"):

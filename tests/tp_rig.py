@@ -117,6 +117,28 @@ def peer_norms(tp, names, steps, late, way):
     return results
 
 
+def pushed_products(tp, names, steps, late):
+    "Sums of products that push, in the interpreter, one after another; rank 1 has the residual, rank 2 the bias"
+    from minivllm.kernels.decode_push import linear_sum
+
+    peers, sums = peers_of(tp, names), []
+    for call, (rows, size, inputs, dtype) in enumerate(steps):
+        xs, weights, bias, residual = product_input(len(names), call, rows, size, inputs, dtype)
+        if tp.rank == late:
+            time.sleep(0.05)
+        target = peers.push_target((rows, size), dtype)
+        mine = bias if tp.rank == 2 else None, residual if tp.rank == 1 else None
+        sums.append(linear_sum(xs[tp.rank], weights[tp.rank], *mine, target).float().numpy())
+    return sums
+
+
+def product_input(world_size, call, rows, size, inputs, dtype):
+    "Every rank's input and weight, and what is added once"
+    g = torch.Generator().manual_seed(call)
+    xs, weights = torch.randn(world_size, rows, inputs, generator=g).to(dtype), torch.randn(world_size, size, inputs, generator=g).to(dtype) / 8
+    return xs, weights, torch.randn(size, generator=g).to(dtype), torch.randn(rows, size, generator=g).to(dtype)
+
+
 def peer_tables(tp, names, shapes, late):
     "Tables of which each rank writes some columns, one after another, with a sum between them as in a step"
     peers, tables = peers_of(tp, names), []

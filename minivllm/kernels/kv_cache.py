@@ -163,7 +163,7 @@ def normalised_halves(x1, x2, w1, w2, eps, dtype: tl.constexpr, HEAD_DIM: tl.con
     x2 = round_to(x2 * scale, dtype).to(tl.float32)
     return round_to(x1 * w1, dtype).to(tl.float32), round_to(x2 * w2, dtype).to(tl.float32)
 
-# %% ../../nbs/11_kernels.kv_cache.ipynb #6d526f0a
+# %% ../../nbs/11_kernels.kv_cache.ipynb #3830dc7a
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr"])
 def norm_rope_store_kernel(
     qkv_ptr, positions_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr, eps,
@@ -184,21 +184,20 @@ def norm_rope_store_kernel(
     is_k = mask & (head >= NUM_HEADS) & (head < first_v)
 
     await_previous(PDL)
-    # all reads that depend on nothing first, then the row of the table, which waits for a position
-    at = head * HEAD_DIM + col
-    x1, x2 = load_halves(qkv_ptr + token * qkv_stride + at, half, mask, dtype)
+    # the row of the table waits for the position: that first, then all that depends on nothing
     slot = tl.load(slot_mapping_ptr + token)
     table_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HEAD_DIM)
     table_ptr += tl.broadcast_to(col, HEADS, HALF)
+    at = head * HEAD_DIM + col
+    x1, x2 = load_halves(qkv_ptr + token * qkv_stride + at, half, mask, dtype)
     cos = tl.load(table_ptr, mask=mask)
     sin = tl.load(table_ptr + (HEAD_DIM + half), mask=mask)
 
     y1, y2 = x1.to(tl.float32), x2.to(tl.float32)
     if q_weight_ptr is not None:
-        w_at = tl.broadcast_to(col, HEADS, HALF)
-        q_w1, q_w2 = load_halves(q_weight_ptr + w_at, half, is_q, tl.float32)
-        k_w1, k_w2 = load_halves(k_weight_ptr + w_at, half, is_k, tl.float32)
-        y1, y2 = normalised_halves(y1, y2, q_w1 + k_w1, q_w2 + k_w2, eps, dtype, HEAD_DIM)
+        w_ptr = tl.where(head < NUM_HEADS, q_weight_ptr, k_weight_ptr) + col
+        w1, w2 = load_halves(w_ptr, half, is_q | is_k, tl.float32)
+        y1, y2 = normalised_halves(y1, y2, w1, w2, eps, dtype, HEAD_DIM)
     y1, y2 = rotate_halves(y1, y2, cos, sin)
     y1, y2 = round_to(y1, dtype), round_to(y2, dtype)
 
@@ -209,7 +208,7 @@ def norm_rope_store_kernel(
         store_halves(k_cache_ptr + slot_start + (at - NUM_HEADS * HEAD_DIM), y1, y2, half, is_k)
         store_halves(v_cache_ptr + slot_start + (at - first_v * HEAD_DIM), x1, x2, half, is_v)
 
-# %% ../../nbs/11_kernels.kv_cache.ipynb #d0959658
+# %% ../../nbs/11_kernels.kv_cache.ipynb #df795ad7
 def check_qkv(
     qkv: torch.Tensor,      # `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`
     cos_sin: torch.Tensor,  # `[max_position, 2, head_dim]`
@@ -231,9 +230,9 @@ def store_tile(
 ) -> tuple[int, int, int]:  # heads of a program, columns of half a head (powers of two); warps
     "The tile of `norm_rope_store_kernel`"
     heads, half, num_warps = head_tile(num_rows, head_dim)
-    if num_tokens >= 512:
-        # many tokens: a whole row for four warps, so that each has more reads on their way
-        return min(triton.next_power_of_2(num_rows), max(4096 // half, 1)), half, 4
+    if num_tokens > 512:  # from about here on a GPU has no room for all programs at once
+        # half the threads, each with twice the reads on its way: an SM's registers allow more reads so
+        num_warps = max(num_warps // 2, 1)
     return heads, half, num_warps
 
 # %% ../../nbs/11_kernels.kv_cache.ipynb #7a4a6bbc

@@ -35,7 +35,7 @@ def add_rms_norm_torch(
     residual = residual + x
     return rms_norm_torch(residual, weight, eps), residual
 
-# %% ../../nbs/04_layers.layernorm.ipynb #85ad0d44
+# %% ../../nbs/04_layers.layernorm.ipynb #986d5382
 @triton.jit(do_not_specialize=["num_rows"])  # or it would be compiled anew for 1 row, for 16, for 17
 def rms_norm_kernel(
     out_ptr, sum_ptr, x_ptr, residual_ptr, weight_ptr,
@@ -49,9 +49,10 @@ def rms_norm_kernel(
     mask = (row < num_rows) & (column < HIDDEN)
     token, head = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)
     dense = row.to(tl.int64) * HIDDEN + column
+    # a parameter, which no kernel writes: it arrives while the one in front still runs
+    weight = tl.load(weight_ptr + column, column < HIDDEN, other=0.0)
     await_previous(PDL)
     x = tl.load(x_ptr + token * token_stride + head * head_stride + column, mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + column, column < HIDDEN, other=0.0)  # early: it arrives during the sum
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + dense, mask, other=0.0).to(tl.float32)
         stream = round_to(x, sum_ptr.dtype.element_ty)
@@ -73,7 +74,7 @@ def launch_config(
     num_warps = min(rows * block // 512, 16)
     return dict(BLOCK=block, ROWS=rows, num_warps=num_warps)
 
-# %% ../../nbs/04_layers.layernorm.ipynb #31b2f248
+# %% ../../nbs/04_layers.layernorm.ipynb #807a4c00
 def as_rows(x):
     "A tensor, and where its rows are: heads of a token, strides of tokens and of heads"
     if x.dim() in (2, 3) and x.stride(-1) == 1:
@@ -93,16 +94,18 @@ def _launch(x, residual, weight, eps, config=None):
     out, num_rows = x.new_empty(x.shape), x.numel() // hidden_size
     if num_rows:
         config, (x, *layout) = config or launch_config(hidden_size), as_rows(x)
+        # a weight with gaps is copied, by a kernel directly in front: then nothing may be read early
+        early = early_launch(x.device) if weight.is_contiguous() else {}
         rms_norm_kernel[(-(-num_rows // config["ROWS"]),)](
             out, stream, x, residual, weight.contiguous(), num_rows, *layout, eps,
-            HIDDEN=hidden_size, HAS_RESIDUAL=residual is not None, **config, **early_launch(x.device),
+            HIDDEN=hidden_size, HAS_RESIDUAL=residual is not None, **config, **early,
         )
     return out, stream
 
-# %% ../../nbs/04_layers.layernorm.ipynb #08ee74bd
+# %% ../../nbs/04_layers.layernorm.ipynb #b809820d
 def rms_norm_triton(
     x: torch.Tensor,       # `[..., hidden_size]`; read in place if its last dimension is dense and it has 2 or 3
-    weight: torch.Tensor,  # `[hidden_size]`
+    weight: torch.Tensor,  # `[hidden_size]`; may be read before the kernel in front has ended
     eps: float,
 ) -> torch.Tensor:         # like `x`, contiguous
     "`rms_norm_torch` in one kernel"
@@ -112,7 +115,7 @@ def rms_norm_triton(
 def add_rms_norm_triton(
     x: torch.Tensor,         # `[..., hidden_size]`: output of the previous projection
     residual: torch.Tensor,  # shape and dtype of `x`: the residual stream
-    weight: torch.Tensor,    # `[hidden_size]`
+    weight: torch.Tensor,    # `[hidden_size]`; may be read before the kernel in front has ended
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # the normalised sum; the sum, the new residual stream
     "`add_rms_norm_torch` in one kernel"

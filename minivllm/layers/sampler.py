@@ -300,15 +300,15 @@ def block_peaks(w0, w1, w2, w3):
         low, high = halves(tl.reduce(words, 1, larger_halves))
         return tl.maximum(low, high)
 
-# %% ../../nbs/10_layers.sampler.ipynb #23903227
+# %% ../../nbs/10_layers.sampler.ipynb #7d93141d
 @triton.jit
 def quarter(words, block, i: tl.constexpr, end, whole, BLOCK: tl.constexpr):
     "The i-th quarter of each block's words; `whole`: all of them are there"
     at = block[:, None] * (BLOCK // 2) + i * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
     if whole:
-        found = tl.load(words + at)
+        found = tl.load(words + at, eviction_policy="evict_first")
     else:
-        found = tl.load(words + at, mask=at < end, other=EMPTY)
+        found = tl.load(words + at, mask=at < end, other=EMPTY, eviction_policy="evict_first")
     return found
 
 

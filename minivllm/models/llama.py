@@ -6,7 +6,7 @@
 __all__ = ['attend_few_rows', 'few_rows_product', 'add_product', 'LlamaAttention', 'LlamaMLP', 'LlamaDecoderLayer', 'LlamaModel',
            'LlamaForCausalLM', 'MistralForCausalLM', 'Qwen2Attention', 'Qwen2ForCausalLM']
 
-# %% ../../nbs/20_models.llama.ipynb #2f437c54
+# %% ../../nbs/20_models.llama.ipynb #24a578a0
 import torch
 from torch import nn
 
@@ -15,6 +15,7 @@ from ..distributed import SINGLE
 from ..kernels.common import can_launch
 from ..kernels.decode_fused import fits_fused, rope_attend
 from ..kernels.decode_linear import few_rows, linear_residual, norm_gate_up_silu, norm_linear
+from ..kernels.decode_push import linear_sum
 from ..layers.activation import SiluAndMul
 from ..layers.attention import Attention, ForwardContext, TorchAttentionBackend
 from ..layers.attention import TritonAttentionBackend
@@ -38,7 +39,7 @@ def attend_few_rows(attn: Attention, qkv: torch.Tensor, positions: torch.Tensor,
         *ctx.decodes, attn.scale, arrived=arrived,
     ).flatten(1)
 
-# %% ../../nbs/20_models.llama.ipynb #c44d051b
+# %% ../../nbs/20_models.llama.ipynb #8c80dda5
 def few_rows_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     "Few rows times the weight's transpose"
     return norm_linear(x, None, 0.0, weight)
@@ -46,6 +47,10 @@ def few_rows_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def add_product(linear: RowParallelLinear, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     "`stream + linear(x)` of few rows; of several ranks, the first puts the stream into its part of the sum"
+    target = linear.tp.push_target(stream.shape, stream.dtype)
+    if target is not None:
+        bias, residual = (linear.bias, stream) if linear.tp.rank == 0 else (None, None)
+        return linear_sum(x, linear.weight, bias, residual, target)
     if linear.tp.rank == 0:
         y = linear_residual(x, linear.weight, stream, linear.bias)
     else:

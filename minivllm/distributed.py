@@ -434,7 +434,7 @@ def sum_add_norm_kernel(
         tl.store(out_ptr + i, round_to(y * weight, dtype), inside)
     tl.store(count, call)
 
-# %% ../nbs/06_distributed.ipynb #a6224bcd
+# %% ../nbs/06_distributed.ipynb #85563bde
 def sum_add_norm(
     residual: torch.Tensor,  # `[num_tokens, hidden_size]`, dtype of the parts, the same on every rank
     weight: torch.Tensor,  # `[hidden_size]`, of the norm
@@ -447,7 +447,7 @@ def sum_add_norm(
     (num_rows, hidden_size), world_size = residual.shape, len(addresses)
     residual, block = residual.contiguous(), triton.next_power_of_2(hidden_size)
     out, stream = torch.empty_like(residual), torch.empty_like(residual)
-    # an SM must keep registers free while all wait: for the kernel that ends their wait
+    # an SM keeps registers free while all wait, for other kernels
     each_sm = 1 if num_rows <= 256 else max(1, min(4, 16384 // block))
     programs = min(num_rows, 132 * each_sm)
     sum_add_norm_kernel[(programs,)](
@@ -555,7 +555,7 @@ def push_add_norm_kernel(
     tl.store(out_ptr.to(word64) + at, words_of(y, dtype), is_data)
     tl.store(count, call)
 
-# %% ../nbs/06_distributed.ipynb #87f01cc1
+# %% ../nbs/06_distributed.ipynb #2c95aeb7
 def lines_of_row(hidden_size: int) -> int:
     "Lines for a row of numbers of 2 bytes"
     return triton.cdiv(hidden_size, 4 * 14)
@@ -568,7 +568,7 @@ def fits_lines(
     "Whether `push_add_norm` can take it"
     num_rows, hidden_size = part.shape
     whole_words = part.element_size() == 2 and hidden_size % 4 == 0 and part.is_contiguous()
-    # lines of more ranks are more registers, of which an SM must keep some free while all wait
+    # lines of more ranks are more registers, of which an SM keeps some free while all wait
     most_rows = LINE_ROWS if world_size <= 2 else 128  # of more ranks one program on an SM
     few_registers = world_size * lines_of_row(hidden_size) <= 2 * ROW_LINES
     return whole_words and num_rows <= most_rows and few_registers
@@ -593,7 +593,7 @@ def push_add_norm(
     )
     return out, stream
 
-# %% ../nbs/06_distributed.ipynb #4b84a164
+# %% ../nbs/06_distributed.ipynb #d124f0cf
 class PushTarget(NamedTuple):
     "Where a product of few rows pushes its results"
 
@@ -626,21 +626,12 @@ class PeerMemory:
         start = few_start(len(addresses))
         self.few = buffer[start : start + 8 * len(addresses) * FEW_ROWS * FEW_NUMBERS].view(torch.int32)
         self.places = [place_start(len(addresses), which) for which in (0, 1)]
-        # what `release` needs must be there before it is needed: the driver loads a kernel when it is
-        # first launched, and may wait for the device meanwhile
+        # what `release` needs, made before it is needed: to lock memory may mean to wait for the device
         self.stream = torch.cuda.Stream(buffer.device) if buffer.is_cuda else None
-        self.fill((self.flags, 0), (self.sum_flags, 0), (self.words, 0))
-
-    def fill(
-        self,
-        *memory,  # pairs of a tensor, of what this rank waits for, and a number
-    ):
-        "Set all of each tensor, beside whatever this rank's other streams do"
-        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            for tensor, number in memory:
-                tensor.fill_(number)
-        if self.stream is not None:
-            self.stream.synchronize()
+        self.endings = {
+            number: torch.full((1 << 16,), number, dtype=torch.int64, pin_memory=buffer.is_cuda)
+            for number in (RELEASED, -1)
+        }
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         "The sum of every rank's `x`, on every rank"
@@ -697,9 +688,15 @@ class PeerMemory:
         return self.table[:nbytes].view(columns.dtype).view(len(columns), -1)
 
     def release(self):
-        "End every wait for another rank, now and later"
-        flags = [(flags, RELEASED) for flags in (self.flags, self.sum_flags)]
-        self.fill(*flags, (self.words, -1), (self.lines, -1), (self.few, -1))
+        "End every wait for another rank, now and later: by copies, which need no place on an SM"
+        waits = {RELEASED: (self.flags, self.sum_flags), -1: (self.words, self.lines, self.few.view(torch.int64))}
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            for number, tensors in waits.items():
+                ending = self.endings[number]
+                for part in (part for tensor in tensors for part in tensor.split(len(ending))):
+                    part.copy_(ending[: len(part)], non_blocking=True)
+        if self.stream is not None:
+            self.stream.synchronize()
 
 # %% ../nbs/06_distributed.ipynb #8e890aff
 def cuda_call(

@@ -14,7 +14,7 @@ from .common import await_previous, early_launch, gdc_launch_dependents, gdc_wai
 from .common import num_sms, round_to, tl, triton
 from .decode_linear import check_shapes, linear_config, load_vector, load_weights, multiply
 
-# %% ../../nbs/14_kernels.decode_push.ipynb #9f98774e
+# %% ../../nbs/14_kernels.decode_push.ipynb #aaf7f0c9
 @triton.jit
 def count_bits(call):
     "The count of a sum in 16 bits; 0xFFFF is that of a rank that will never come"

@@ -353,14 +353,14 @@ def filters_of(index, top_k, top_p, min_p, vocab_size):
         floor = tl.load(min_p + index).to(tl.float32)
     return k, p, floor, (k < vocab_size) | (p < 1) | (floor > 0)
 
-# %% ../../nbs/10_layers.sampler.ipynb #3492c539
+# %% ../../nbs/10_layers.sampler.ipynb #f1b76990
 @triton.jit
 def block_mass_kernel(
     logits_ptr, row_stride, temperature_ptr, top_k, top_p, min_p, peak_ptr, mass_ptr,
     vocab_size, num_blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
     PACKED: tl.constexpr, ROW_AXIS: tl.constexpr, PDL: tl.constexpr = False,
 ):
-    "Of some blocks of a row: the largest logit, and the mass relative to it"
+    "Of some blocks of a row: the largest logit, and the logarithm of the mass relative to it"
     await_previous(PDL)
     index, tile = tl.program_id(ROW_AXIS).to(tl.int64), tl.program_id(1 - ROW_AXIS)
     temperature = tl.load(temperature_ptr + index).to(tl.float32)
@@ -376,6 +376,8 @@ def block_mass_kernel(
         peak, mass = packed_masses(row, block, vocab_size, whole, scale, BLOCK)
     else:
         peak, mass = tile_masses(row, block, vocab_size, scale, BLOCK)
+    peak = tl.where(mass == mass, peak, float("inf"))  # inf, which no usable row has: there is a NaN
+    mass = tl.log(tl.maximum(mass, 1e-37))  # 0: an empty block, of which the peak says enough
     at = index * num_blocks + block
     tl.store(peak_ptr + at, peak, mask=block < num_blocks)
     tl.store(mass_ptr + at, mass, mask=block < num_blocks)
@@ -395,7 +397,7 @@ def noise_in_order(quads, seed, position, choice, N: tl.constexpr):
     "The exponential numbers of N quads, as `quad_noise` has them: `[4 * N]`"
     return exponential(bits_in_order(quads, seed, position, choice, N))
 
-# %% ../../nbs/10_layers.sampler.ipynb #8cbcea2f
+# %% ../../nbs/10_layers.sampler.ipynb #41cdf889
 @triton.jit
 def draw_kernel(
     logits_ptr, row_stride, temperature_ptr, seed_ptr, position_ptr, top_k, top_p, min_p,
@@ -410,7 +412,9 @@ def draw_kernel(
     drawn = temperature > 0
     seed, position = tl.load(seed_ptr + index), tl.load(position_ptr + index).to(tl.int32)
     choice = choice_of(index, choices)
-    # random numbers need no logits: they are made while the masses are not complete yet
+    # 1 / T and random numbers need no logits: they are made while the masses are not complete yet
+    divisor = tl.where(drawn, tl.maximum(temperature, 2e-38), 1.0)  # the inverse is finite
+    inverse = tl.div_rn(tl.full((), 1, tl.float32), divisor)
     quads = FIRST_QUAD + tl.arange(0, MAX_BLOCKS // 4)
     block_noise = tl.log(noise_in_order(quads, seed, position, choice, MAX_BLOCKS // 4))
     await_previous(PDL)
@@ -419,22 +423,18 @@ def draw_kernel(
     block = tl.arange(0, MAX_BLOCKS)
     at, there = index * num_blocks + block, block < num_blocks
     peak = tl.load(peak_ptr + at, mask=there, other=-float("inf"))
-    mass = tl.load(mass_ptr + at, mask=there, other=1.0)
-    broken = tl.max((mass != mass).to(tl.int32), 0)  # 1: there is a NaN
-    best = tl.max(peak, 0)
+    mass = tl.load(mass_ptr + at, mask=there, other=0.0)  # logarithms
+    best = tl.max(peak, 0)  # inf: there is one, or a NaN
     token_id = tl.full((), -1, tl.int32)
-    if (best > -float("inf")) & (best < float("inf")) & (broken == 0):
-        divisor = tl.where(drawn, temperature, 1.0)
-        block_scores = tl.div_rn(peak - best, divisor) + tl.log(mass) - block_noise
+    if (best > -float("inf")) & (best < float("inf")):
+        block_scores = (peak - best) * inverse + (mass - block_noise)
         first = tl.argmax(tl.where(drawn, block_scores, peak), 0) * BLOCK
 
         ids = first + tl.arange(0, BLOCK)
         row = logits_ptr + index * row_stride
         logits = tl.load(row + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-        # not `quads` again: a name can't change its shape within a branch
-        id_quads = first // 4 + tl.arange(0, BLOCK // 4)
-        noise = noise_in_order(id_quads, seed, position, choice, BLOCK // 4)
-        scores = tl.div_rn(logits - best, divisor) - tl.log(noise)
+        noise = exponential(bits_of(ids, seed, position, choice))
+        scores = (logits - best) * inverse - tl.log(noise)
         token_id = first + tl.argmax(tl.where(drawn, scores, logits), 0)
     tl.store(token_ids_ptr + index, token_id.to(tl.int64))
 
@@ -684,7 +684,7 @@ def filter_kernel(
             )
         tl.store(token_ids_ptr + index, token_id.to(tl.int64))
 
-# %% ../../nbs/10_layers.sampler.ipynb #a42f6efa
+# %% ../../nbs/10_layers.sampler.ipynb #154251d8
 BLOCKS, PACKED_WARPS, MASS_WARPS, DRAW_WARPS = 16, 2, 4, 4
 
 
@@ -699,7 +699,7 @@ def block_masses(
     temperature: torch.Tensor,  # `[num_rows]` float32
     filters,                    # top_k, top_p, min_p, each `[num_rows]` or None: rows that ask are left out
 ) -> torch.Tensor:              # `[2, num_rows, num_blocks]` float32
-    "Of each block of ids the largest logit, and the mass relative to it"
+    "Of each block of ids the largest logit, and the logarithm of the mass relative to it"
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     masses = torch.empty(2, num_rows, num_blocks, dtype=torch.float32, device=logits.device)

@@ -718,27 +718,25 @@ class RawMemory:
             version=3, shape=(nbytes,), typestr="|u1", data=(address, False)
         )
 
-# %% ../nbs/06_distributed.ipynb #d6419109
+# %% ../nbs/06_distributed.ipynb #8637f714
 def share_memory(
     rank: int,
     world_size: int,
     store: dist.TCPStore,
 ) -> list[int]:  # every rank's buffer, as this rank's GPU reaches it
     "A buffer of zeros on each GPU that all the others can reach; a RuntimeError where one has none"
-    handle = b""
+    handle, addresses = b"", [0] * world_size
     try:
-        from cuda.bindings import driver
+        try:
+            from cuda.bindings import driver
 
-        nbytes = buffer_bytes(world_size, with_table=rank == 0)
-        own = cuda_call(driver.cuMemAlloc, nbytes)
-        cuda_call(driver.cuMemsetD8, own, 0, nbytes)
-        handle = cuda_call(driver.cuIpcGetMemHandle, own).reserved
-    finally:
-        store.set(f"memory of rank {rank}", handle)
-    handles = [store.get(f"memory of rank {r}") for r in range(world_size)]
-    addresses = [0] * world_size
-    addresses[rank] = int(own)
-    try:
+            nbytes = buffer_bytes(world_size, with_table=rank == 0)
+            addresses[rank] = int(cuda_call(driver.cuMemAlloc, nbytes))
+            cuda_call(driver.cuMemsetD8, addresses[rank], 0, nbytes)
+            handle = cuda_call(driver.cuIpcGetMemHandle, addresses[rank]).reserved
+        finally:
+            store.set(f"memory of rank {rank}", handle)
+        handles = [store.get(f"memory of rank {r}") for r in range(world_size)]
         if b"" in handles:
             raise RuntimeError(f"rank {handles.index(b'')} has no memory to share")
         for r, handle in enumerate(handles):
@@ -835,7 +833,7 @@ def options_of(kind, **values):
         setattr(options, name, value)
     return options
 
-# %% ../nbs/06_distributed.ipynb #280f68ac
+# %% ../nbs/06_distributed.ipynb #1d50def7
 class ProcessGroup(TensorParallelGroup):
     "One of several ranks that are processes of one machine: gloo on the CPU, NCCL between GPUs"
 
@@ -951,9 +949,19 @@ class ProcessGroup(TensorParallelGroup):
                 return
             if self.peers is not None:
                 self.peers.release()
+                for seconds in (0.2, 1.0):  # a rank that is killed with this one may still have had something on the way
+                    again = threading.Timer(seconds, self.release_again)
+                    again.daemon = True
+                    again.start()
             # NCCL lets its kernels go at once, but isn't done before the last graph of its collectives is gone
             self.aborting = threading.Thread(target=self.backend.abort, daemon=True)
             self.aborting.start()
+
+    def release_again(self):
+        "End the waits once more, unless the group is left by now"
+        with self.ending:
+            if self.peers is not None:
+                self.peers.release()
 
     def close(self):
         "Leave the group, when all are done with it; calling it again is harmless"

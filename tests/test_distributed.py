@@ -274,6 +274,55 @@ def test_a_product_may_push_one_sum_ahead_and_its_counts_begin_again():
         assert [int(one[0]) for one in counts] == [begin + 5] * 2
 
 
+def two_targets(world_size=2):
+    "Buffers of one process, each rank's target, its memory, and the counts of its collector"
+    buffers = [torch.zeros(buffer_bytes(world_size), dtype=torch.uint8) for _ in range(world_size)]
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
+    peers = [PeerMemory(rank, buffer, addresses) for rank, buffer in enumerate(buffers)]
+    counts = [peer.buffer[few_start(world_size) + peer.few.nbytes :][: 8 * FEW_PROGRAMS].view(torch.int64) for peer in peers]
+    return [PushTarget(addresses, rank) for rank in range(world_size)], peers, counts
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+@pytest.mark.parametrize("rows, size", [(2, 8), (1, 1024)])
+def test_words_of_the_last_cycle_of_counts_are_not_taken(rows, size):
+    "A second row, or a column far behind, that was last used when the counts were the same"
+    targets, peers, counts = two_targets()
+    x, weight, last = torch.ones(rows, 2).bfloat16(), torch.ones(size, 2).bfloat16(), 2 * 65_534
+
+    def step(x, weight, begin):
+        for one in counts:
+            one.fill_(begin)
+        for target in targets:
+            push_product(x, weight, None, None, target)
+        return [collect(len(x), len(weight), BF16, target) for target in targets]
+
+    assert all((y == 4).all() for y in step(x, weight, last - 65_534 + 6))
+    for begin in (32_767, 65_533, 65_534):  # steps of one short row, of which these clear up; others come between
+        step(x[:1], weight[:8], last - 65_534 + begin)
+    words = [peer.few.view(2, 2, FEW_ROWS, FEW_NUMBERS)[1, :, rows - 1, size - 1] for peer in peers]
+    assert all(((one >> 16) & 0xFFFF == 0xFFFE).all() for one in words)
+    assert all((y == 6).all() for y in step(1.5 * x, weight, last + 6))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_products_are_summed_in_the_order_of_the_ranks():
+    targets, *_ = two_targets(3)
+    for target, value in zip(targets, (1.0, 2.0**30, -(2.0**30))):
+        push_product(torch.full((1, 1), value).bfloat16(), torch.ones(4, 1).bfloat16(), None, None, target)
+    assert all(torch.equal(collect(1, 4, BF16, target), torch.zeros(1, 4).bfloat16()) for target in targets)
+
+
+def test_what_a_product_does_not_push():
+    "It would write over what belongs to others"
+    target = PushTarget(torch.zeros(2, dtype=torch.int64), 0)
+    for rows, size, dtype in ((FEW_ROWS + 1, 8, BF16), (1, FEW_NUMBERS + 1, BF16), (0, 8, BF16), (1, 8, FP32)):
+        with pytest.raises(ValueError, match="words have room"):
+            push_product(torch.ones(rows, 4, dtype=dtype), torch.ones(size, 4, dtype=dtype), None, None, target)
+    with pytest.raises(ValueError, match="bias must follow"):
+        push_product(torch.ones(1, 4).bfloat16(), torch.ones(8, 4).bfloat16(), torch.ones(16).bfloat16()[::2], None, target)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 def test_who_collects_waits_for_all_words_of_this_sum():
     buffers = [torch.zeros(buffer_bytes(2), dtype=torch.uint8) for _ in range(2)]
@@ -322,11 +371,14 @@ def test_a_branch_that_pushes_gives_the_stream(monkeypatch):
     linear.weight.normal_()
     linear.bias.normal_()
     monkeypatch.setattr(llama, "linear_residual", None)  # the other way
+    asked, given = [], group.peers.push_target
+    group.peers.push_target = lambda *shape_and_dtype: asked.append(shape_and_dtype) or given(*shape_and_dtype)
     expected = stream + linear(x)
     torch.testing.assert_close(llama.add_product(linear, stream, x), expected, rtol=0.02, atol=0.02)
     group.rank = 1
     group.peers.rank = 0  # of one, still
     torch.testing.assert_close(llama.add_product(linear, stream, x), x @ linear.weight.T, rtol=0.02, atol=0.02)
+    assert asked == [((2, 16), BF16)] * 2
     group.rank = 0
     group.close()
 
@@ -690,6 +742,12 @@ def test_who_has_no_memory_says_so_before_it_fails(driver):
     with pytest.raises(RuntimeError, match="cuIpcOpenMemHandle|<lambda>"):
         share_memory(2, 3, store)
     assert fake.calls[1:] == [("close", 8192), ("free", 4096)]
+    # nor is it kept when it can't be made known
+    store, fake = open_store(2), driver(FakeDriver())
+    fake.cuIpcGetMemHandle = lambda address: (OutOfMemory(2), None)
+    with pytest.raises(RuntimeError, match="OUT_OF_MEMORY"):
+        share_memory(0, 2, store)
+    assert store.get("memory of rank 0") == b"" and fake.calls[-1] == ("free", 4096)
 
 
 def test_without_the_driver_others_are_told(monkeypatch):

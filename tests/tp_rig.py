@@ -136,7 +136,7 @@ def product_input(world_size, call, rows, size, inputs, dtype):
     "Every rank's input and weight, and what is added once"
     g = torch.Generator().manual_seed(call)
     xs, weights = torch.randn(world_size, rows, inputs, generator=g).to(dtype), torch.randn(world_size, size, inputs, generator=g).to(dtype) / 8
-    return xs, weights, torch.randn(size, generator=g).to(dtype), torch.randn(rows, size, generator=g).to(dtype)
+    return xs, weights, torch.randn(size, generator=g).to(dtype), torch.randn(rows, size + 3, generator=g).to(dtype)[:, :size]
 
 
 def peer_tables(tp, names, shapes, late):

@@ -206,7 +206,7 @@ def linear_config(
     programs = size if rows == 4 else max(1, (16 if rows == 1 else 12) // warps)
     return LinearConfig(rows, block_n, block_k, warps, programs)
 
-# %% ../../nbs/14_kernels.decode_linear.ipynb #b4b4df9e
+# %% ../../nbs/14_kernels.decode_linear.ipynb #8dedca41
 def check_shapes(x, norm_weight, weight, bias, residual, N):
     "What a kernel would not notice, but read from the wrong place"
     expected = {
@@ -218,6 +218,9 @@ def check_shapes(x, norm_weight, weight, bias, residual, N):
             raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, {name} {t.dtype} {tuple(t.shape)}")
     if not weight.is_contiguous():
         raise ValueError(f"the rows of the weight must follow each other; its strides: {weight.stride()}")
+    for name, t in {"norm_weight": norm_weight, "bias": bias}.items():
+        if t is not None and not t.is_contiguous():
+            raise ValueError(f"the numbers of {name} must follow each other; its stride: {t.stride()}")
 
 # %% ../../nbs/14_kernels.decode_linear.ipynb #13e530d3
 def _launch(x, norm_weight, eps, weight, bias=None, residual=None, gated=False, config=None, early=True):

@@ -10,14 +10,18 @@ __all__ = ['SINGLE', 'LOCALHOST', 'logger', 'COLLECTIVE_TIMEOUT', 'MAX_PROGRAMS'
            'region_bytes', 'one_shot_kernel', 'one_shot_all_reduce', 'word_bytes', 'push_kernel', 'push_all_reduce',
            'push_broadcast', 'sum_flags_start', 'lines_start', 'few_start', 'place_start', 'buffer_bytes',
            'sum_add_norm_kernel', 'sum_add_norm', 'four_of', 'words_of', 'rounded_sums', 'rms_normed',
-           'push_add_norm_kernel', 'lines_of_row', 'fits_lines', 'push_add_norm', 'PushTarget', 'PeerMemory',
-           'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet', 'environment', 'connect_nccl',
-           'sends_whole_lines', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'divide']
+           'push_add_norm_kernel', 'lines_of_row', 'fits_lines', 'push_add_norm', 'PushTarget', 'fits_words',
+           'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet', 'environment',
+           'connect_nccl', 'sends_whole_lines', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'start_rank',
+           'divide']
 
-# %% ../nbs/06_distributed.ipynb #1d30252e
+# %% ../nbs/06_distributed.ipynb #bc7063d1
+import inspect
 import logging
 import math
 import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -593,7 +597,7 @@ def push_add_norm(
     )
     return out, stream
 
-# %% ../nbs/06_distributed.ipynb #d124f0cf
+# %% ../nbs/06_distributed.ipynb #b32e5d4e
 class PushTarget(NamedTuple):
     "Where a product of few rows pushes its results"
 
@@ -601,6 +605,12 @@ class PushTarget(NamedTuple):
     rank: int
 
 
+def fits_words(shape: tuple, dtype: torch.dtype) -> bool:
+    "Whether a product's results, `[num_rows, size]`, can be pushed as words of a number and a count"
+    num_rows, size = shape
+    return 0 < num_rows <= FEW_ROWS and 0 < size <= FEW_NUMBERS and dtype in (torch.bfloat16, torch.float16)
+
+# %% ../nbs/06_distributed.ipynb #db99a648
 class PeerMemory:
     "This rank's buffer, those of the others, and the sums through them"
 
@@ -644,9 +654,7 @@ class PeerMemory:
 
     def push_target(self, shape: tuple, dtype: torch.dtype) -> PushTarget | None:
         "Where a product of this shape pushes its results, if they fit"
-        (num_rows, size), fits = shape, dtype in (torch.bfloat16, torch.float16)
-        fits = fits and 0 < num_rows <= FEW_ROWS and 0 < size <= FEW_NUMBERS
-        return PushTarget(self.addresses, self.rank) if fits else None
+        return PushTarget(self.addresses, self.rank) if fits_words(shape, dtype) else None
 
     def place(self, which: int, shape: tuple, dtype: torch.dtype) -> torch.Tensor | None:
         "A tensor that all can read, if there is one of this size"
@@ -833,7 +841,7 @@ def options_of(kind, **values):
         setattr(options, name, value)
     return options
 
-# %% ../nbs/06_distributed.ipynb #1d50def7
+# %% ../nbs/06_distributed.ipynb #0007b285
 class ProcessGroup(TensorParallelGroup):
     "One of several ranks that are processes of one machine: gloo on the CPU, NCCL between GPUs"
 
@@ -879,7 +887,7 @@ class ProcessGroup(TensorParallelGroup):
             peers = PeerMemory(self.rank, buffer, addresses, table, whole_lines)
         except (ImportError, RuntimeError) as error:
             logger.warning("no short way between the GPUs: %s", error)
-        # afterwards nobody's flags are reset any more; what one rank lacks, none uses
+        # what one rank lacks, none uses; and behind this everybody's buffer is all zeros, and may be written
         mine = [0.0] * 3 if peers is None else [1.0, float(peers.table is not None), float(peers.whole_lines)]
         ready = self.all_reduce(torch.tensor(mine, device=self.device)).tolist()
         memory, table, whole_lines = (count == self.world_size for count in ready)
@@ -978,6 +986,31 @@ class ProcessGroup(TensorParallelGroup):
                 with suppress(RuntimeError):  # another rank may have left the device in a bad state
                     leave_memory(self.rank, self.shared)
             self.backend = self.peers = self.store = self.shared = None
+
+# %% ../nbs/06_distributed.ipynb #3ba662bd
+def start_rank(
+    fn,  # called as `fn(group)`; its source, not the function, goes to the process
+    rank: int,
+    world_size: int,
+    port: int,  # of rank 0's store
+    device: str = "cpu",
+    helpers=(),  # functions that `fn` calls
+) -> subprocess.Popen:  # prints what `fn` returns
+    "A process that is this rank and runs a function of a notebook"
+    source = "\n".join(inspect.getsource(f) for f in (*helpers, fn))
+    program = f"""
+import os, sys
+sys.path[:0] = {sys.path}
+import torch
+from minivllm.distributed import *
+{source}
+if {device!r} != "cpu":
+    torch.cuda.set_device({device!r})  # where its kernels are launched
+group = ProcessGroup({rank}, {world_size}, open_store({world_size}, {port}), {device!r})
+print({fn.__name__}(group), flush=True)
+os._exit(0)  # at once, without a goodbye to gloo's threads
+"""
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
 
 # %% ../nbs/06_distributed.ipynb #4cddcb16
 def divide(

@@ -7,6 +7,7 @@ import torch
 from minivllm import distributed
 from minivllm.distributed import PeerMemory, ProcessGroup, buffer_bytes, open_store
 from minivllm.engine.worker import Workers
+from minivllm.kernels.decode_push import linear_sum
 from minivllm.layers.linear import RowParallelLinear
 
 
@@ -119,8 +120,6 @@ def peer_norms(tp, names, steps, late, way):
 
 def pushed_products(tp, names, steps, late):
     "Sums of products that push, in the interpreter, one after another; rank 1 has the residual, rank 2 the bias"
-    from minivllm.kernels.decode_push import linear_sum
-
     peers, sums = peers_of(tp, names), []
     for call, (rows, size, inputs, dtype) in enumerate(steps):
         xs, weights, bias, residual = product_input(len(names), call, rows, size, inputs, dtype)

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['count_bits', 'late', 'push_tile', 'push_product_kernel', 'collected_block', 'largest_block', 'push_product',
-           'collect_kernel', 'collect', 'linear_sum']
+           'forget_unused', 'collect_kernel', 'collect', 'linear_sum']
 
-# %% ../../nbs/14_kernels.decode_push.ipynb #8dd35dd4
+# %% ../../nbs/14_kernels.decode_push.ipynb #44316d32
 import torch
 
-from ..distributed import FEW_NUMBERS, FEW_ROWS, PushTarget, few_start
+from ..distributed import FEW_NUMBERS, FEW_ROWS, PushTarget, few_start, fits_words
 from .common import await_previous, early_launch, gdc_launch_dependents, gdc_wait
 from .common import num_sms, round_to, tl, triton
 from .decode_linear import check_shapes, linear_config, load_vector, load_weights, multiply
@@ -82,7 +82,7 @@ def push_product_kernel(
                       BLOCK_N, WORD_ROWS, NUMBERS, x_ptr.dtype.element_ty)
         weights = following
 
-# %% ../../nbs/14_kernels.decode_push.ipynb #512a990b
+# %% ../../nbs/14_kernels.decode_push.ipynb #1fb4cc80
 def collected_block(size: int, world_size: int) -> int:
     "Numbers of a row of `size` for each program that collects; of more ranks fewer, or registers would be short"
     return min(triton.next_power_of_2(size), largest_block(world_size))
@@ -103,7 +103,7 @@ def push_product(
     "This rank's part of a sum, pushed to all ranks; `collect` must follow before the next. What doesn't fit is a ValueError"
     (num_rows, K), N, world_size = x.shape, len(weight), len(target.addresses)
     check_shapes(x, None, weight, bias, residual, N)
-    if not (0 < num_rows <= FEW_ROWS and 0 < N <= FEW_NUMBERS and x.dtype in (torch.bfloat16, torch.float16)):
+    if not fits_words((num_rows, N), x.dtype):
         raise ValueError(f"{num_rows} rows of {N} {x.dtype}: words have room for {FEW_ROWS} of {FEW_NUMBERS}, of 2 bytes each")
     x, residual = (t if t is None or t.stride(1) == 1 else t.contiguous() for t in (x, residual))
     config = linear_config(num_rows, N, K, x.element_size(), num_sms(x.device))
@@ -118,7 +118,19 @@ def push_product(
         num_warps=config.warps, **early_launch(x.device),
     )
 
-# %% ../../nbs/14_kernels.decode_push.ipynb #1e39ab85
+# %% ../../nbs/14_kernels.decode_push.ipynb #6fd2ccd9
+@triton.jit
+def forget_unused(own, call, first, num_rows, N, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr,
+                  WORD_ROWS: tl.constexpr, NUMBERS: tl.constexpr, LARGEST: tl.constexpr):
+    "A count that no sum has, on a program's words that this one doesn't use: none may become as old as a cycle"
+    ranks, column = tl.arange(0, RANKS)[:, None], first + tl.arange(0, LARGEST)[None, :]
+    for r in tl.static_range(WORD_ROWS):
+        length = tl.where(tl.full((), r, tl.int32) < num_rows, N, 0)
+        unused = (ranks < WORLD_SIZE) & (column < NUMBERS) & (column >= length)
+        place = ((call % 2 * WORLD_SIZE + ranks) * WORD_ROWS + r) * NUMBERS + column
+        tl.store(own + place, tl.full((RANKS, LARGEST), -0x20000, tl.int32), unused)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def collect_kernel(
     out_ptr,  # `[num_rows, N]`
@@ -154,13 +166,8 @@ def collect_kernel(
         total += tl.sum(tl.where(ranks == r, numbers, 0.0), 0)
     row, column = tl.arange(0, ROWS)[:, None], tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(out_ptr + row * N + column, round_to(total, dtype), (row < num_rows) & (column < N))
-    if (count_bits(call) & 0x7FFF) < 2:  # words that this sum doesn't use must not become as old as a cycle of counts
-        source, number = tl.arange(0, RANKS)[:, None], tl.program_id(0) * BLOCK + tl.arange(0, LARGEST)[None, :]
-        for r in tl.static_range(WORD_ROWS):
-            length = tl.where(tl.full((), r, tl.int32) < num_rows, N, 0)
-            unused = (source < WORLD_SIZE) & (number < NUMBERS) & (number >= length)
-            there = ((call % 2 * WORLD_SIZE + source) * WORD_ROWS + r) * NUMBERS + number
-            tl.store(own + there, tl.full((RANKS, LARGEST), -0x20000, tl.int32), unused)
+    if (count_bits(call) & 0x7FFF) < 2:
+        forget_unused(own, call, tl.program_id(0) * BLOCK, num_rows, N, WORLD_SIZE, RANKS, WORD_ROWS, NUMBERS, LARGEST)
     tl.debug_barrier()  # no warp still asks for the count
     tl.store(count, call)
     if PDL:

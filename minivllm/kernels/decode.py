@@ -241,7 +241,7 @@ def finish(
                       num_parts, first_shared + seq, has_shared, NUM_KV_HEADS, GROUP, HEADS,
                       HEAD_DIM, DIM, PARTS, SHARED_PARTS)
 
-# %% ../../nbs/14_kernels.decode.ipynb #31b533f0
+# %% ../../nbs/14_kernels.decode.ipynb #9b672af6
 @triton.jit
 def hint_fetches(once):
     "What this kernel's copies by descriptor tell the L2 cache: `once`, that they won't be read again"
@@ -249,11 +249,10 @@ def hint_fetches(once):
         tl.inline_asm_elementwise(
             """{
                 .reg .pred p;
-                .reg .b64 first, normal;
+                .reg .b64 first;
                 createpolicy.fractional.L2::evict_first.b64 first, 1.0;
-                createpolicy.fractional.L2::evict_normal.b64 normal, 1.0;
                 setp.ne.s32 p, $1, 0;
-                selp.b64 $0, first, normal, p;
+                selp.b64 $0, first, 0x1000000000000000, p;
             } // policy of fetches: $0""",
             "=l,r", [once.to(tl.int32)], dtype=tl.int64, is_pure=False, pack=1,
         )

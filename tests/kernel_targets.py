@@ -275,6 +275,12 @@ def widest_load(ptx):
     return f"{max(bits, default=0)}b"
 
 
+def hinted_fetches(ptx):
+    "Copies by descriptor, those that carry a cache policy, and descriptors that are fetched in advance"
+    copies = re.findall(r"cp\.async\.bulk\.tensor[^;]*;", ptx)
+    return len(copies), sum("L2::cache_hint" in copy for copy in copies), ptx.count("prefetch.tensormap")
+
+
 def cpu_seconds():
     "Of this process and the tools that it ran"
     spent = os.times()
@@ -291,7 +297,7 @@ def compile_launch(launch):
         num_warps=compiled.metadata.num_warps, num_stages=compiled.metadata.num_stages,
         matrix=[name for name, pattern in MATRIX.items() if re.search(pattern, ptx)],
         wants_matrix=bool(re.search(r"tt\.dot .*tensor<\w+x(?:bf16|f16)>", ttir)),
-        loads=widest_load(ptx), seconds=cpu_seconds(),
+        loads=widest_load(ptx), hinted=hinted_fetches(ptx), seconds=cpu_seconds(),
     )
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import minivllm.kernels.decode as decode_module
-from minivllm.kernels.decode import SharedPrefixes, find_shared_prefixes, paged_decode_torch, paged_decode_triton, shared_decode_torch
+from minivllm.kernels.decode import SharedPrefixes, add_hints, add_stage, find_shared_prefixes, paged_decode_torch, paged_decode_triton
+from minivllm.kernels.decode import shared_decode_torch
 from minivllm.kernels.prefill import paged_prefill_triton
 
 from paging import paged_batch, reference
@@ -136,6 +137,54 @@ def test_find_shared_prefixes():
             same = np.flatnonzero((tables[:, 0] == first) & (lens > 0))
             saved = sum((len(g) - 1) * t // block_size for g, t in zip(members, shared.tolist()) if g and g[0] in same)
             assert saved == brute_force_saving(tables[same].tolist(), ((lens[same] - 1) // block_size).tolist())
+
+
+PTX = """.visible .entry k(
+	.param .u64 .ptr .global .align 1 k_param_0,
+	.param .align 64 .b8 k_param_1[128],
+	.param .align 64 .b8 k_param_2[128]
+)
+{
+// %bb.0:
+	} // policy of fetches: %rd7
+	@%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r4];
+	@%p1 cp.async.bulk.tensor.3d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3, %r4}], [%r4];
+	cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r2, %r3}], [%r1];
+"""
+
+
+def test_hints_go_where_they_belong():
+    "Into each copy to shared memory, not into stores; behind the kernel's first line; once; and not into other kernels"
+    lines, hinted = PTX.splitlines(), add_hints(PTX)
+    got = hinted.splitlines()
+    for before, after in zip(lines[-3:-1], got[-3:-1]):
+        assert after == before.replace("::bytes [", "::bytes.L2::cache_hint [").replace(";", ", %rd7;")
+    assert got[-1] == lines[-1]
+    first = got.index("// %bb.0:")
+    assert ["k_param_1" in got[first + 1], "k_param_2" in got[first + 2]] == [True, True]
+    assert hinted.count("prefetch.tensormap") == 2
+    assert add_hints(hinted) == hinted
+    other = PTX.replace("policy of fetches", "policy")
+    assert add_hints(other) == other
+
+
+def test_the_hook_of_somebody_else_is_still_asked():
+    "Both ways in which versions of Triton call it"
+    seen = "// seen\n"
+
+    def theirs(*stages_of):
+        if not stages_of:
+            return "key ", "tag "
+        stages_of[1]["ptx"] = lambda src, metadata: src + seen
+
+    for hook, key in ((theirs, "key add_hints"), (None, "add_hints")):
+        look, stages = add_stage(hook), {"ptx": lambda src, metadata: src + metadata}
+        assert look() == (key, key.replace("key", "tag"))
+        look("backend", stages, "options", "language", 90)
+        assert stages["ptx"](PTX, "") == add_hints(PTX) + (seen if hook else "")
+    stages = {"amdgcn": None}  # there is no PTX for other makers' GPUs
+    add_stage(None)("backend", stages, "options", "language", None)
+    assert stages == {"amdgcn": None}
 
 
 def test_launches_know_nothing_of_the_lengths(monkeypatch):

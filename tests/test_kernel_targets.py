@@ -78,6 +78,17 @@ def test_the_kernel_for_hopper_uses_its_units(rows):
     assert all(row["matrix"] == ["wgmma"] and row["loads"] == "TMA" and row["stack"] <= 64 for row in found), found
 
 
+def test_decode_tells_the_cache_that_keys_and_values_are_read_once(rows):
+    "What Triton's own PTX doesn't say: a policy in every copy, and the descriptors of K and V asked for in advance"
+    by_descriptor = [row for row in rows if row["kernel"] == "paged_decode_kernel" and row["tile"]["DESCRIPTORS"]]
+    assert {row["target"] for row in by_descriptor} == {90, 100, 120}
+    for row in by_descriptor:
+        copies, with_policy, in_advance = row["hinted"]
+        assert copies == with_policy >= 2 and in_advance == 2, (row["target"], row["tile"], row["hinted"])
+    others = [row for row in rows if row["loads"] == "TMA" and row["kernel"] != "paged_decode_kernel"]
+    assert others and all(row["hinted"][1:] == [0, 0] for row in others)
+
+
 # The checks bite
 
 

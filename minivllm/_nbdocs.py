@@ -1,5 +1,7 @@
-"Notebook processors for the documentation site, named in settings.ini's `procs`"
+"Notebook processors and renderer for the documentation site, named in settings.ini's `procs` and `renderer`"
 import re
+
+from nbdev.showdoc import BasicMarkdownRenderer
 
 LINKED_NAME = re.compile(r"\[(`[^`\]]+`)\]\([^)\s]+\)")
 
@@ -26,3 +28,12 @@ def unlink_code(lines):
             in_fence = not in_fence
         plain.append(LINKED_NAME.sub(r"\1", line) if in_fence else line)
     return plain
+
+
+class KernelRenderer(BasicMarkdownRenderer):
+    "A Triton kernel is an object that can be called with anything; what it was made of has the signature and the docstring"
+
+    def __init__(self, sym, *args, **kwargs):
+        if type(sym).__module__.startswith("triton."):
+            sym = sym.fn
+        super().__init__(sym, *args, **kwargs)

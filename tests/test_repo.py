@@ -502,10 +502,19 @@ def test_signatures_have_no_links():
     assert plain[2] == "def f(a, # `plan` of a\n" and plain[:2] + plain[3:] == lines[:2] + lines[3:]
 
 
+def test_kernels_show_their_own_signature():
+    from minivllm.kernels.decode import add_hints, divide_work
+    shown = {f: _nbdocs.KernelRenderer(f)._repr_markdown_() for f in (add_hints, divide_work)}
+    assert "### divide_work" in shown[divide_work] and "num_programs, TILE:constexpr" in shown[divide_work]
+    assert "This program's share" in shown[divide_work]
+    assert "ptx:str, # of a kernel" in shown[add_hints]
+
+
 @pytest.mark.slow
 def test_site_builds(copy):
     python("tools/build_docs.py", "--out", "site", cwd=copy, timeout=1200)
     assert (copy / "site" / "index.html").exists()
+    assert not [page.name for page in (copy / "site").glob("*.html") if "Call self as a function" in page.read_text(encoding="utf-8")]
 
 
 # What must not leak

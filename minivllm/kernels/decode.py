@@ -10,7 +10,9 @@ __all__ = ['GATHERED_BYTES', 'COPY', 'READ_ONCE', 'SHARED_PARTS', 'EARLY_SEQS', 
            'attend_with_lse', 'shared_decode_torch', 'best_sharing', 'find_shared_prefixes', 'shared_prefix_kernel',
            'launch_shared_prefix', 'paged_decode']
 
-# %% ../../nbs/14_kernels.decode.ipynb #339df08c
+# %% ../../nbs/14_kernels.decode.ipynb #05a704d7
+import hashlib
+import inspect
 import re
 from typing import NamedTuple
 
@@ -257,7 +259,7 @@ def hint_fetches(once):
             "=l,r", [once.to(tl.int32)], dtype=tl.int64, is_pure=False, pack=1,
         )
 
-# %% ../../nbs/14_kernels.decode.ipynb #75d13816
+# %% ../../nbs/14_kernels.decode.ipynb #df63df29
 COPY = r"(cp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global\.mbarrier\S+::bytes)( [^;]*);"
 
 
@@ -279,17 +281,21 @@ def add_stage(
     hook,  # the hook that is there already, or None
 ):         # one that calls it, and then puts `add_hints` behind the stage that makes PTX
     "A hook for Triton's compiler"
-    def look(*stages_of):
-        if not stages_of:  # newer versions ask first what sets the kernels apart that it makes
+    hook = getattr(hook, "before", hook)  # not twice, where the module is loaded again
+    source = COPY + inspect.getsource(add_hints)
+    name = f"add_hints {hashlib.sha256(source.encode()).hexdigest()[:12]} "
+
+    def look(backend=None, stages=None, *options, **named):
+        if stages is None:  # newer versions ask, with each launch, what sets its kernels apart
             key, tag = ("", "") if hook is None else hook()
-            return f"{key}{add_hints.__name__}", f"{tag}{add_hints.__name__}"
+            return name + key, name + tag
         if hook is not None:
-            hook(*stages_of)
-        _, stages, *_ = stages_of
+            hook(backend, stages, *options, **named)
         if "ptx" in stages:
             make_ptx = stages["ptx"]
             stages["ptx"] = lambda src, metadata: add_hints(make_ptx(src, metadata))
 
+    look.before = hook
     return look
 
 # %% ../../nbs/14_kernels.decode.ipynb #94c77770
@@ -323,7 +329,7 @@ def look_up(block_tables_ptr, context_lens_ptr, starts_ptr, table_stride, seq, s
     entry = block_tables_ptr + seq.to(tl.int64) * table_stride + begin // BLOCK_SIZE
     return context_len, start, begin, tl.load(entry, mask=begin < context_len, other=0)
 
-# %% ../../nbs/14_kernels.decode.ipynb #42446f77
+# %% ../../nbs/14_kernels.decode.ipynb #e5e54e02
 @triton.jit(  # what differs from step to step must not be compiled anew
     do_not_specialize=["table_stride", "num_seqs"],
     do_not_specialize_on_alignment=["block_tables_ptr", "context_lens_ptr", "starts_ptr"],
@@ -359,7 +365,7 @@ def paged_decode_kernel(
         n, line = tl.arange(0, TILE), tl.arange(0, HEAD_DIM // 64) * 64  # 128 bytes
         row = block.to(tl.int64) * BLOCK_SIZE + begin % BLOCK_SIZE + n
         keys = (row * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + line[None, :]
-        there = (begin + n < context_len)[:, None] & (line >= 0)[None, :]
+        there = (begin + n < context_len)[:, None] & (line >= 0)[None, :]  # as wide as `keys`
         bring_near(k_rows_ptr + keys, there)
         bring_near(v_rows_ptr + keys, there)
     # lengths and tables are there since the step began; queries and the newest keys are not
@@ -390,7 +396,7 @@ def paged_decode_kernel(
             position < stop, TILE, BLOCK_SIZE, SHARED
         )
 
-# %% ../../nbs/14_kernels.decode.ipynb #37cdb973
+# %% ../../nbs/14_kernels.decode.ipynb #321fc986
 class DecodeConfig(NamedTuple):
     "How `paged_decode_kernel` is launched"
 
@@ -418,7 +424,7 @@ def decode_config(
     elif capability[0] not in (9, 10):
         tile, warps, stages = 64, 2, 2
     elif num_seqs <= 2:
-        # fewer parts are merged sooner; the programs make up for it by fetching further ahead
+        # fewer parts are merged sooner
         tile, warps, stages, per_sm = 64, 2, 3, 1
     elif 8 < num_seqs < 64 and block_size % 128 == 0:
         tile, warps, stages = 128, 4, 2  # half as many rounds of waiting
@@ -440,7 +446,7 @@ class SharedPrefixes(NamedTuple):
 SHARED_PARTS = 2  # programs that divide a shared prefix among them
 EARLY_SEQS = 32   # batches up to this size start early; larger ones gain nothing, and hold shared memory while they wait
 
-# %% ../../nbs/14_kernels.decode.ipynb #b6838856
+# %% ../../nbs/14_kernels.decode.ipynb #05a6f55b
 def paged_decode_triton(
     q, k_cache, v_cache, block_tables, context_lens, scale,
     shared: SharedPrefixes | None = None,
@@ -449,8 +455,8 @@ def paged_decode_triton(
 ) -> torch.Tensor:
     """`paged_decode_torch`, every SM with an equal share; the same launches whatever the lengths are
 
-    `block_tables` and `context_lens` must be complete before the kernel in front begins: they are
-    read while it ends.
+    `block_tables`, `context_lens` and `shared.starts` must be complete before the kernel in front
+    begins: they are read while it ends.
     """
     q = check_pages(q, k_cache, v_cache)
     num_seqs, num_heads, head_dim = q.shape

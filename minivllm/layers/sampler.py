@@ -684,7 +684,7 @@ def filter_kernel(
             )
         tl.store(token_ids_ptr + index, token_id.to(tl.int64))
 
-# %% ../../nbs/10_layers.sampler.ipynb #154251d8
+# %% ../../nbs/10_layers.sampler.ipynb #ef2351ba
 BLOCKS, PACKED_WARPS, MASS_WARPS, DRAW_WARPS = 16, 2, 4, 4
 
 
@@ -713,7 +713,15 @@ def block_masses(
     return masses
 
 
-def draw_from(masses, logits, temperature, seeds, positions, filters, choices):
+def draw_from(
+    masses,       # of `block_masses`
+    logits,       # `[num_rows, vocab_size]`
+    temperature,  # `[num_rows]`, like `seeds` and `positions`: as in `sample_torch`
+    seeds,
+    positions,
+    filters,      # top_k, top_p and min_p, `[num_rows]` each, or None: no row has it
+    choices,      # `[num_rows]`, or None: all are the first
+):
     "The tokens of rows without filters, `[num_rows]` int64; others are left to be filled"
     (num_rows, vocab_size), num_blocks = logits.shape, masses.shape[2]
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)

@@ -265,11 +265,12 @@ def test_a_rank_that_fails_while_it_loads(monkeypatch, world_size):
 
 def test_rank_0_that_fails_while_it_loads(monkeypatch):
     "It says what happened to itself, and nobody is left"
-    started, make = [], Workers.start
-    monkeypatch.setattr(Workers, "start", lambda self, *args: (make(self, *args), started.append(self.processes[-1]))[0])
+    groups, make = [], Workers.start
+    monkeypatch.setattr(Workers, "start", lambda self, *args: (make(self, *args), groups.append(self))[0])
     with pytest.raises(MemoryError, match="KV blocks"):
         start(tiny_model("llama")[0], 2, num_kv_blocks=10**10)
-    assert len(started) == 1 and not started[0].is_alive()
+    (workers,) = groups
+    assert len(workers.processes) == 1 and not workers.processes[0].is_alive() and not workers.watcher.is_alive()
 
 
 @pytest.mark.slow

@@ -207,7 +207,7 @@ def cause_of(
         return f"rank {rank} failed:\n{report}"
     return "a worker has closed its pipe"
 
-# %% ../../nbs/30_engine.worker.ipynb #6155560f
+# %% ../../nbs/30_engine.worker.ipynb #0d259514
 class Workers:
     "The processes of ranks 1, 2, ...: start them, call them, watch them, end them"
 
@@ -222,7 +222,7 @@ class Workers:
         self.pid, self.closed, self.deadline = os.getpid(), False, float("inf")
         self.failure, self.failed = None, threading.Event()
         self.on_failure = []  # called by the thread that watches
-        self.processes, self.pipes, self.reports = [], [], {}
+        self.processes, self.pipes, self.reports, self.watcher = [], [], {}, None
         self.replies = [queue.SimpleQueue() for _ in range(num_workers)]
         self.ring = MessageRing(num_workers)
         atexit.register(self.close)
@@ -233,7 +233,8 @@ class Workers:
         except BaseException:
             self.close(patience=0)
             raise
-        threading.Thread(target=self.watch, daemon=True).start()
+        self.watcher = threading.Thread(target=self.watch, daemon=True)
+        self.watcher.start()
 
     def start(self, rank: int, make, args: tuple):
         "Start one process"
@@ -339,4 +340,7 @@ class Workers:
         for process in self.processes:
             process.kill()
             process.join()
+        if self.watcher not in (None, threading.current_thread()):
+            # of two threads that wait for a process one is told of its end; the other may go on too soon
+            self.watcher.join(timeout=2.0)
         self.ring.close()

@@ -235,7 +235,7 @@ PUSH_STEPS = [(1, 64, 32, BF16), (3, 2100, 16, BF16), (1, 2100, 48, FP16), (4, 7
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and want GPUs that reach each other")
-@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_products_that_push(ranks, late):
     "Short rows and long ones, few and more, one after another, whoever is late: what torch sums, in the order of the ranks"
     with segments_of(*[buffer_bytes(3)] * 3) as names:

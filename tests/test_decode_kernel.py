@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import minivllm.kernels.decode as decode_module
-from minivllm.kernels.decode import SharedPrefixes, add_hints, add_stage, find_shared_prefixes, paged_decode_torch, paged_decode_triton
-from minivllm.kernels.decode import shared_decode_torch
+from minivllm.kernels.common import tl, triton
+from minivllm.kernels.decode import SharedPrefixes, add_hints, add_stage, divide_work, find_shared_prefixes, paged_decode_torch
+from minivllm.kernels.decode import paged_decode_triton, shared_decode_torch
 from minivllm.kernels.prefill import paged_prefill_triton
 
 from paging import paged_batch, reference
@@ -56,16 +57,45 @@ def test_half_precision_and_descriptors(dtype, capability, monkeypatch):
     assert out.dtype == dtype and (out.double() - exact).abs().max() < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("lens", [[65, 3, 0, 200], [200], [0]])
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 7, 40])
-def test_any_number_of_programs(num_programs):
+def test_any_number_of_programs(lens, num_programs):
     "From one program for everything to more than there are tiles; the counters are zero again"
-    args, exact = batch_of([65, 3, 0, 200], 16, (4, 2, 16))
-    arrived = torch.zeros(4 * 2, dtype=torch.int32, device=DEVICE)
-    config = decode_module.decode_config(4, 2, 16, 16, 4, (8, 0), 4)._replace(programs=num_programs)
+    args, exact = batch_of(lens, 16, (4, 2, 16))
+    arrived = torch.zeros(len(lens) * 2, dtype=torch.int32, device=DEVICE)
+    config = decode_module.decode_config(len(lens), 2, 16, 16, 4, (8, 0), 4)._replace(programs=num_programs)
     out = paged_decode_triton(*args, arrived=arrived, config=config)
     assert (out.double() - exact).abs().max() < 1e-5
     assert arrived.eq(0).all()
     assert torch.equal(paged_decode_triton(*args, arrived=arrived, config=config), out)
+
+
+@triton.jit
+def share_kernel(lens_ptr, starts_ptr, found_ptr, num_seqs, TILE: tl.constexpr, SEQS: tl.constexpr, SHARED: tl.constexpr):
+    "What `divide_work` tells each program"
+    program = tl.program_id(0)
+    found = divide_work(lens_ptr, starts_ptr, num_seqs, program, tl.num_programs(0), TILE, SEQS, SHARED)
+    for i in tl.static_range(5):
+        tl.store(found_ptr + program * 5 + i, found[i])
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 3, 7, 16, 40])
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 1000])
+def test_a_single_sequence_is_divided_as_a_batch_is(length, num_programs):
+    "By scalars, and by sums over a batch of which the rest is padding; behind a shared prefix too"
+    for start in (None, 0, 64):
+        begin = start or 0
+        lens, starts = (torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (begin + length, begin))
+        found = {}
+        for seqs in (1, 2, 32):
+            found[seqs] = torch.full((num_programs, 5), -1, dtype=torch.int32, device=DEVICE)
+            share_kernel[(num_programs,)](lens, starts, found[seqs], 1, TILE=64, SEQS=seqs, SHARED=start is not None)
+            found[seqs][:, 0].clamp_(max=1)  # of a program without work: any sequence that there isn't
+        assert torch.equal(found[1], found[2]) and torch.equal(found[1], found[32])
+        skip, position, stop = found[1][:, 1:4].T
+        tiles = [t for a, b in zip(position.tolist(), stop.tolist()) for t in range(a, b)]
+        assert torch.equal(skip[position < stop], position[position < stop])
+        assert tiles == list(range(max(1, -(-length // 64))))
 
 
 def test_no_requests_and_a_slice_of_packed_queries():
@@ -146,7 +176,7 @@ PTX = """.visible .entry k(
 )
 {
 // %bb.0:
-	} // policy of fetches: %rd7
+	} // policy of fetches, version 1: %rd7
 	@%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r4];
 	@%p1 cp.async.bulk.tensor.3d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3, %r4}], [%r4];
 	cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r2, %r3}], [%r1];
@@ -197,15 +227,35 @@ def test_a_module_that_is_loaded_again_leaves_one_hook(monkeypatch):
     assert add_stage(None)() != once()
 
 
-def test_launches_know_nothing_of_the_lengths(monkeypatch):
-    "The grid and every number of a launch are the same for all lengths: what a CUDA graph records is right for every step"
-    launches = []
+@pytest.fixture
+def launches(monkeypatch):
+    "Grid, numbers and options of what would be launched"
+    recorded = []
 
     class Recorded:
         def __getitem__(self, grid):
-            return lambda *args, **options: launches.append((grid, [a for a in args if not isinstance(a, torch.Tensor)], options))
+            return lambda *args, **options: recorded.append((grid, [a for a in args if not isinstance(a, torch.Tensor)], options))
 
     monkeypatch.setattr(decode_module, "paged_decode_kernel", Recorded())
+    return recorded
+
+
+def test_only_a_single_sequence_goes_without_sums(launches):
+    for count in (1, 2, 8, 33):
+        args, _ = batch_of([5] * count, 16, (4, 2, 16))
+        paged_decode_triton(*args)
+    assert [options["SEQS"] for _, _, options in launches] == [1, 32, 32, 256]
+
+
+def test_programs_an_sm():
+    "On an H200 with 8 KV heads: one for up to eight sequences, then two, four for a large batch"
+    chosen = {n: decode_module.decode_config(n, 8, 128, 128, 2, (9, 0), 132) for n in (1, 2, 3, 8, 9, 63, 64)}
+    assert [config.programs for config in chosen.values()] == [16, 16, 16, 16, 33, 33, 66]
+    assert chosen[1] == chosen[8] and chosen[9].tile == 128
+
+
+def test_launches_know_nothing_of_the_lengths(launches):
+    "The grid and every number of a launch are the same for all lengths: what a CUDA graph records is right for every step"
     for lens in ([1, 1, 1], [60, 0, 7], [64, 64, 64]):
         args, _ = batch_of(lens, 16, (4, 2, 16))
         tables = torch.zeros(3, 8, dtype=torch.int32, device=DEVICE)

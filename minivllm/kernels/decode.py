@@ -110,24 +110,33 @@ def paged_decode_torch(
     outs = [attend_gathered(a, k_cache, v_cache, group, scale) for a, group in zip(parts, plan)]
     return torch.cat(outs)
 
-# %% ../../nbs/14_kernels.decode.ipynb #54869a6a
+# %% ../../nbs/14_kernels.decode.ipynb #b7046fff
 @triton.jit
 def divide_work(context_lens_ptr, starts_ptr, num_seqs, program, num_programs,
                 TILE: tl.constexpr, SEQS: tl.constexpr, SHARED: tl.constexpr):
     "This program's share of all tiles: sequence, its tiles to skip, first and last tile, size of a share"
-    i = tl.arange(0, SEQS)
-    real = i < num_seqs
-    lens = tl.load(context_lens_ptr + i, mask=real, other=0)
-    if SHARED:
-        lens -= tl.load(starts_ptr + i, mask=real, other=0)
-    tiles = tl.where(real, tl.maximum(tl.cdiv(lens, TILE), 1), 0)  # a padding row: an empty tile
-    ends = tl.cumsum(tiles, 0)
-    all_tiles = tl.sum(tiles, 0)
+    if SEQS == 1:  # the same by scalars: sums over a batch are exchanges between threads
+        length = tl.load(context_lens_ptr)
+        if SHARED:
+            length -= tl.load(starts_ptr)
+        all_tiles = tl.maximum(tl.cdiv(length, TILE), 1)
+    else:
+        i = tl.arange(0, SEQS)
+        real = i < num_seqs
+        lens = tl.load(context_lens_ptr + i, mask=real, other=0)
+        if SHARED:
+            lens -= tl.load(starts_ptr + i, mask=real, other=0)
+        tiles = tl.where(real, tl.maximum(tl.cdiv(lens, TILE), 1), 0)  # a padding row: an empty tile
+        all_tiles = tl.sum(tiles, 0)
     share = tl.cdiv(all_tiles, num_programs)
     position = program * share
-    before = ends <= position
-    seq = tl.sum(before.to(tl.int32), 0)
-    skip = position - tl.sum(tl.where(before, tiles, 0), 0)
+    if SEQS == 1:
+        seq = (all_tiles <= position).to(tl.int32)
+        skip = position - seq * all_tiles
+    else:
+        before = tl.cumsum(tiles, 0) <= position
+        seq = tl.sum(before.to(tl.int32), 0)
+        skip = position - tl.sum(tl.where(before, tiles, 0), 0)
     return seq, skip, position, tl.minimum(position + share, all_tiles), share
 
 # %% ../../nbs/14_kernels.decode.ipynb #c6ec9dff
@@ -243,11 +252,13 @@ def finish(
                       num_parts, first_shared + seq, has_shared, NUM_KV_HEADS, GROUP, HEADS,
                       HEAD_DIM, DIM, PARTS, SHARED_PARTS)
 
-# %% ../../nbs/14_kernels.decode.ipynb #9b672af6
+# %% ../../nbs/14_kernels.decode.ipynb #d38e105a
 @triton.jit
 def hint_fetches(once):
     "What this kernel's copies by descriptor tell the L2 cache: `once`, that they won't be read again"
     if not INTERPRETED:
+        # Triton 3.6 finds a kernel on disk by its source, of which `add_hints` is no part:
+        # who changes that one counts the version up, or else kernels with the old hints are found
         tl.inline_asm_elementwise(
             """{
                 .reg .pred p;
@@ -255,11 +266,11 @@ def hint_fetches(once):
                 createpolicy.fractional.L2::evict_first.b64 first, 1.0;
                 setp.ne.s32 p, $1, 0;
                 selp.b64 $0, first, 0x1000000000000000, p;
-            } // policy of fetches: $0""",
+            } // policy of fetches, version 1: $0""",
             "=l,r", [once.to(tl.int32)], dtype=tl.int64, is_pure=False, pack=1,
         )
 
-# %% ../../nbs/14_kernels.decode.ipynb #df63df29
+# %% ../../nbs/14_kernels.decode.ipynb #30452745
 COPY = r"(cp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global\.mbarrier\S+::bytes)( [^;]*);"
 
 
@@ -267,7 +278,7 @@ def add_hints(
     ptx: str,  # of a kernel
 ) -> str:      # as it was, unless the kernel calls `hint_fetches`
     "The policy in each copy by descriptor, and descriptors fetched as soon as the kernel begins"
-    policy = re.search(r"// policy of fetches: (%rd\d+)", ptx)
+    policy = re.search(r"// policy of fetches, version \d+: (%rd\d+)", ptx)
     if not policy:
         return ptx
     ptx = re.sub(COPY, rf"\1.L2::cache_hint\2, {policy[1]};", ptx)
@@ -396,7 +407,7 @@ def paged_decode_kernel(
             position < stop, TILE, BLOCK_SIZE, SHARED
         )
 
-# %% ../../nbs/14_kernels.decode.ipynb #321fc986
+# %% ../../nbs/14_kernels.decode.ipynb #a538ce3e
 class DecodeConfig(NamedTuple):
     "How `paged_decode_kernel` is launched"
 
@@ -423,13 +434,13 @@ def decode_config(
         tile, warps, stages = 32, 4, 2
     elif capability[0] not in (9, 10):
         tile, warps, stages = 64, 2, 2
-    elif num_seqs <= 2:
+    elif num_seqs <= 8:
         # fewer parts are merged sooner
         tile, warps, stages, per_sm = 64, 2, 3, 1
-    elif 8 < num_seqs < 64 and block_size % 128 == 0:
+    elif num_seqs < 64 and block_size % 128 == 0:
         tile, warps, stages = 128, 4, 2  # half as many rounds of waiting
     else:
-        # few sequences: two programs an SM that fetch far ahead; many: four that fetch less,
+        # some sequences: two programs an SM that fetch far ahead; many: four that fetch less,
         # so that the ends of sequences, where a program waits, are covered by the others
         tile, warps, stages = 64, 2, 2 if num_seqs >= 64 else 3
     return DecodeConfig(tile, warps, stages, max(1, round(per_sm * num_sms / num_kv_heads)))
@@ -446,7 +457,7 @@ class SharedPrefixes(NamedTuple):
 SHARED_PARTS = 2  # programs that divide a shared prefix among them
 EARLY_SEQS = 32   # batches up to this size start early; larger ones gain nothing, and hold shared memory while they wait
 
-# %% ../../nbs/14_kernels.decode.ipynb #05a6f55b
+# %% ../../nbs/14_kernels.decode.ipynb #864cc056
 def paged_decode_triton(
     q, k_cache, v_cache, block_tables, context_lens, scale,
     shared: SharedPrefixes | None = None,
@@ -492,10 +503,11 @@ def paged_decode_triton(
     # few sequences have many parts each; what is merged at once must fit the registers
     at_once = 64 if num_seqs <= 2 else 32 if num_seqs <= 8 else 16
     most_parts, early = max(1, at_once // constants["HEADS"]), num_seqs <= EARLY_SEQS
+    seqs = 1 if num_seqs == 1 else size_class(num_seqs)  # a kernel of its own, which makes no sums
     paged_decode_kernel[num_kv_heads, programs](
         q, k, v, k_cache, v_cache, out, parts, lse, arrived, block_tables, context_lens, starts,
         scale * LOG2E, q.stride(0), block_tables.stride(0), num_seqs,
-        ROWS=max(16, triton.next_power_of_2(group)), SEQS=size_class(num_seqs),
+        ROWS=max(16, triton.next_power_of_2(group)), SEQS=seqs,
         STAGES=config.stages, PARTS=most_parts, SHARED_PARTS=shared_parts, READ_ONCE=READ_ONCE,
         AHEAD=early, num_warps=config.warps, **constants,
         **(early_launch(q.device) if early else {}),

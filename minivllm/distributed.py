@@ -697,8 +697,8 @@ def copied_add_norm(
     )
     return out, stream
 
-# %% ../nbs/06_distributed.ipynb #a6248853
-PIECED_ROWS = 2048  # of a step that is cut, at least
+# %% ../nbs/06_distributed.ipynb #f2689f50
+PIECED_ROWS = 6144  # of a step that is cut, at least
 NUM_PIECES = 2
 
 

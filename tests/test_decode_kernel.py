@@ -252,6 +252,8 @@ def test_programs_an_sm():
     chosen = {n: decode_module.decode_config(n, 8, 128, 128, 2, (9, 0), 132) for n in (1, 2, 3, 8, 9, 63, 64)}
     assert [config.programs for config in chosen.values()] == [16, 16, 16, 16, 33, 33, 66]
     assert chosen[1] == chosen[8] and chosen[9].tile == 128
+    # pages that the copy engine can't fetch need more programs with loads on the way
+    assert [decode_module.decode_config(n, 8, 128, 16, 2, (9, 0), 132).programs for n in (1, 2, 3, 8)] == [16, 16, 33, 33]
 
 
 def test_launches_know_nothing_of_the_lengths(launches):

@@ -407,7 +407,7 @@ def paged_decode_kernel(
             position < stop, TILE, BLOCK_SIZE, SHARED
         )
 
-# %% ../../nbs/14_kernels.decode.ipynb #a538ce3e
+# %% ../../nbs/14_kernels.decode.ipynb #006b61c4
 class DecodeConfig(NamedTuple):
     "How `paged_decode_kernel` is launched"
 
@@ -434,8 +434,8 @@ def decode_config(
         tile, warps, stages = 32, 4, 2
     elif capability[0] not in (9, 10):
         tile, warps, stages = 64, 2, 2
-    elif num_seqs <= 8:
-        # fewer parts are merged sooner
+    elif num_seqs <= (8 if block_size % 64 == 0 else 2):
+        # fewer parts are merged sooner; without the copy engine there would be too few loads on the way
         tile, warps, stages, per_sm = 64, 2, 3, 1
     elif num_seqs < 64 and block_size % 128 == 0:
         tile, warps, stages = 128, 4, 2  # half as many rounds of waiting

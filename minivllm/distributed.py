@@ -5,18 +5,17 @@
 # %% auto #0
 __all__ = ['SINGLE', 'LOCALHOST', 'logger', 'COLLECTIVE_TIMEOUT', 'MAX_PROGRAMS', 'REGION_BYTES', 'ONE_SHOT_BYTES',
            'MIN_BLOCK_BYTES', 'RELEASED', 'PUSH_NUMBERS', 'PUSH_BLOCK', 'SUM_PROGRAMS', 'PLACE_BYTES', 'LINE_ROWS',
-           'ROW_LINES', 'FEW_ROWS', 'FEW_NUMBERS', 'FEW_PROGRAMS', 'TABLE_BYTES', 'PIECED_ROWS', 'NUM_PIECES',
-           'NO_MULTICAST', 'NO_WATCHDOG', 'TensorParallelGroup', 'PretendGroup', 'run_ranks', 'open_store',
-           'connect_gloo', 'flag_bytes', 'region_bytes', 'one_shot_kernel', 'one_shot_all_reduce', 'word_bytes',
-           'push_kernel', 'push_all_reduce', 'push_broadcast', 'sum_flags_start', 'lines_start', 'few_start',
-           'ready_start', 'place_start', 'buffer_bytes', 'sum_add_norm_kernel', 'sum_add_norm', 'four_of', 'words_of',
-           'rounded_sums', 'rms_normed', 'push_add_norm_kernel', 'lines_of_row', 'fits_lines', 'push_add_norm',
-           'Copier', 'copied_add_norm_kernel', 'copied_add_norm', 'Piece', 'cut_rows', 'PushTarget', 'fits_words',
-           'PeerMemory', 'driver', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet', 'environment',
-           'connect_nccl', 'sends_whole_lines', 'can_wait_in_streams', 'can_reach_each_other', 'options_of',
-           'ProcessGroup', 'start_rank', 'divide']
+           'ROW_LINES', 'FEW_ROWS', 'FEW_NUMBERS', 'FEW_PROGRAMS', 'TABLE_BYTES', 'NO_MULTICAST', 'NO_WATCHDOG',
+           'TensorParallelGroup', 'PretendGroup', 'run_ranks', 'open_store', 'connect_gloo', 'flag_bytes',
+           'region_bytes', 'one_shot_kernel', 'one_shot_all_reduce', 'word_bytes', 'push_kernel', 'push_all_reduce',
+           'push_broadcast', 'sum_flags_start', 'lines_start', 'few_start', 'place_start', 'buffer_bytes',
+           'sum_add_norm_kernel', 'sum_add_norm', 'four_of', 'words_of', 'rounded_sums', 'rms_normed',
+           'push_add_norm_kernel', 'lines_of_row', 'fits_lines', 'push_add_norm', 'PushTarget', 'fits_words',
+           'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet', 'environment',
+           'connect_nccl', 'sends_whole_lines', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'start_rank',
+           'divide']
 
-# %% ../nbs/06_distributed.ipynb #2658dab3
+# %% ../nbs/06_distributed.ipynb #bc7063d1
 import inspect
 import logging
 import math
@@ -25,11 +24,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -38,7 +35,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from .kernels.common import INTERPRETED, await_previous, early_launch, round_to, tl, triton
 
-# %% ../nbs/06_distributed.ipynb #00f64d34
+# %% ../nbs/06_distributed.ipynb #5e488999
 class TensorParallelGroup:
     "One rank's view of its group; the base class is a group of one, whose collectives do nothing"
 
@@ -50,7 +47,6 @@ class TensorParallelGroup:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is outside 0..{world_size - 1}")
         self.rank, self.world_size = rank, world_size
-        self.first_row = 0  # of the step, of the parts that are computed
 
     def _alone(self, x):
         "`x`, if nobody else has a part in the answer"
@@ -98,14 +94,6 @@ class TensorParallelGroup:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         "`norm` of the residual stream and the sum of every rank's `part`; the new stream"
         return norm(self.all_reduce(part), residual)
-
-    def start_sum(self, part: torch.Tensor) -> Callable:  # `add_rms_norm` without `part`
-        "Let the others' parts come, where that is possible beside other work; the function that is returned waits"
-        return partial(self.add_rms_norm, part)
-
-    def cut(self, x: torch.Tensor) -> list:  # of `Piece`; empty: it isn't worth it
-        "The rows of a step, `[num_tokens, hidden_size]`, in pieces, whose sums run beside one another's products"
-        return []
 
 
 SINGLE = TensorParallelGroup()
@@ -359,7 +347,7 @@ def push_broadcast(
     "The bits of one rank's `x`, on every rank"
     return push_all_reduce(x.view(torch.int32), addresses, rank, root).view(x.dtype)
 
-# %% ../nbs/06_distributed.ipynb #28c11188
+# %% ../nbs/06_distributed.ipynb #559b190f
 SUM_PROGRAMS = 1 << 10  # that there are flags for
 PLACE_BYTES = 1 << 26   # of a rank's part: 8,192 rows of 4,096 numbers of 2 bytes
 LINE_ROWS = 256         # whose parts are pushed in lines, at most
@@ -386,18 +374,13 @@ def few_start(world_size: int) -> int:
     return lines_start(world_size) + lines
 
 
-def ready_start(world_size: int) -> int:
-    "Bytes in front of the counts of parts that may be copied, one of every rank"
-    return few_start(world_size) + 4 * 2 * world_size * FEW_ROWS * FEW_NUMBERS + 8 * FEW_PROGRAMS
-
-
 def place_start(
     world_size: int,
     which: int,  # 0 or 1
 ) -> int:
     "Bytes of a buffer in front of a place"
-    counts = 128 * triton.cdiv(world_size, 16)  # whole lines
-    return ready_start(world_size) + counts + which * PLACE_BYTES
+    few = 4 * 2 * world_size * FEW_ROWS * FEW_NUMBERS + 8 * FEW_PROGRAMS
+    return few_start(world_size) + few + which * PLACE_BYTES
 
 
 def buffer_bytes(
@@ -614,135 +597,6 @@ def push_add_norm(
     )
     return out, stream
 
-# %% ../nbs/06_distributed.ipynb #4dcbc7ce
-class Copier:
-    "Copies from other GPUs' memory beside this one's kernels, and the counts in front of them"
-
-    def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device)
-
-    def begin(self):
-        "What follows waits for all that has been issued on the current stream"
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-
-    def tell(self, address: int, count: int):
-        "Write a count to an address, of any GPU, once what was issued before is done"
-        cuda_call(driver().cuStreamWriteValue64, self.stream.cuda_stream, address, count, 0)
-
-    def wait(self, address: int, count: int):
-        "Wait until a count at an address of this GPU is at least `count`"
-        at_least = driver().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        cuda_call(driver().cuStreamWaitValue64, self.stream.cuda_stream, address, count, at_least)
-
-    def copy(self, target: torch.Tensor, address: int):
-        "Fill `target`, which is contiguous, with what stands at an address of any GPU"
-        cuda_call(driver().cuMemcpyAsync, target.data_ptr(), address, target.nbytes, self.stream.cuda_stream)
-
-    def end(self):  # for `join`
-        "What has been issued since `begin`"
-        return self.stream.record_event()
-
-    def join(self, event):
-        "Let the current stream wait for what `end` returned"
-        torch.cuda.current_stream(self.stream.device).wait_event(event)
-
-# %% ../nbs/06_distributed.ipynb #51def059
-@triton.jit(do_not_specialize=["num_rows"])
-def copied_add_norm_kernel(
-    out_ptr, stream_ptr, part_ptr,
-    others_ptr,  # `[WORLD_SIZE - 1, num_rows, HIDDEN]`, the other ranks' parts in their order
-    residual_ptr, weight_ptr, num_rows, eps,
-    RANK: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,  # a power of two, at least HIDDEN
-):
-    "`sum_add_norm_kernel` of parts that have been copied"
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    column = tl.arange(0, BLOCK)
-    inside = column < HIDDEN
-    weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
-    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        i = row * HIDDEN + column
-        total = tl.zeros((BLOCK,), tl.float32)
-        for r in tl.static_range(WORLD_SIZE):
-            if r == RANK:
-                part = part_ptr + i
-            else:
-                part = others_ptr + (r - (r > RANK)) * num_rows * HIDDEN + i
-            total += tl.load(part, inside, 0.0).to(tl.float32)
-        residual = tl.load(residual_ptr + i, inside, 0.0).to(tl.float32)
-        stream = round_to(round_to(total, dtype).to(tl.float32) + residual, dtype)
-        tl.store(stream_ptr + i, stream, inside)
-        x = stream.to(tl.float32)
-        y = round_to(x * tl.rsqrt(tl.sum(x * x) / HIDDEN + eps), dtype).to(tl.float32)
-        tl.store(out_ptr + i, round_to(y * weight, dtype), inside)
-
-
-def copied_add_norm(
-    part: torch.Tensor,  # `[num_rows, hidden_size]`, of this rank
-    others: torch.Tensor,  # `[world_size - 1, num_rows, hidden_size]`, of the others, in the order of the ranks
-    residual: torch.Tensor,  # like `part`, the same on every rank
-    weight: torch.Tensor,  # `[hidden_size]`, of the norm
-    eps: float,
-    rank: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # the normalised stream; the stream
-    "Sum over the ranks, residual add and RMSNorm of parts that lie on this GPU"
-    (num_rows, hidden_size), residual = part.shape, residual.contiguous()
-    out, stream, block = torch.empty_like(residual), torch.empty_like(residual), triton.next_power_of_2(hidden_size)
-    programs = min(num_rows, 132 * max(1, min(4, 16384 // block)))
-    copied_add_norm_kernel[(programs,)](
-        out, stream, part, others, residual, weight, num_rows, eps, rank, len(others) + 1, hidden_size, block,
-        num_warps=8 if block <= 8192 else 16,
-    )
-    return out, stream
-
-# %% ../nbs/06_distributed.ipynb #f2689f50
-PIECED_ROWS = 6144  # of a step that is cut, at least
-NUM_PIECES = 2
-
-
-class Piece:
-    "Some rows of a step that is cut"
-
-    def __init__(
-        self,
-        group,  # a `TensorParallelGroup`
-        rows: slice,  # of the step
-        stream: torch.Tensor,  # `[num_rows, hidden_size]`, the residual stream
-    ):
-        self.group, self.rows, self.stream = group, rows, stream
-        self.sum = None  # what `start_sum` returned
-
-    def normed(self, norm) -> torch.Tensor:  # like the stream
-        "`norm` of the stream, to which what was on its way is added first"
-        if self.sum is None:
-            return norm(self.stream)
-        x, self.stream = self.sum(self.stream, norm)
-        self.sum = None
-        return x
-
-    def add(self, branch, x: torch.Tensor):
-        "Let `branch(x)`, this rank's part, be on its way to the stream"
-        self.group.first_row = self.rows.start
-        try:
-            part = branch(x)
-        finally:
-            self.group.first_row = 0
-        self.sum = self.group.start_sum(part)
-
-
-def cut_rows(
-    group,  # a `TensorParallelGroup`
-    x: torch.Tensor,  # `[num_tokens, hidden_size]`, the stream of a step
-    num_pieces: int,  # at most
-) -> list[Piece]:
-    "Pieces of nearly equal size, in whole tiles of a matrix product"
-    num_rows = len(x)
-    size = triton.cdiv(triton.cdiv(num_rows, num_pieces), 256) * 256
-    rows = [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
-    return [Piece(group, r, x[r]) for r in rows]
-
 # %% ../nbs/06_distributed.ipynb #b32e5d4e
 class PushTarget(NamedTuple):
     "Where a product of few rows pushes its results"
@@ -756,7 +610,7 @@ def fits_words(shape: tuple, dtype: torch.dtype) -> bool:
     num_rows, size = shape
     return 0 < num_rows <= FEW_ROWS and 0 < size <= FEW_NUMBERS and dtype in (torch.bfloat16, torch.float16)
 
-# %% ../nbs/06_distributed.ipynb #688228bc
+# %% ../nbs/06_distributed.ipynb #db99a648
 class PeerMemory:
     "This rank's buffer, those of the others, and the sums through them"
 
@@ -767,10 +621,8 @@ class PeerMemory:
         addresses: torch.Tensor,  # `[world_size]` int64, each rank's buffer as this rank reaches it
         table: torch.Tensor | None = None,  # `[TABLE_BYTES]` uint8, rank 0's, as this rank reaches it
         whole_lines: bool = True,  # whether a line arrives as one, or not at all
-        copier=None,  # a `Copier`; None: sums don't run beside products
     ):
         self.rank, self.buffer, self.addresses = rank, buffer, addresses
-        self.starts = addresses.tolist()
         self.table, self.whole_lines = table, whole_lines
         self.one = torch.ones(1, device=buffer.device)  # what is summed to meet the others
         self.flags = buffer[: flag_bytes(len(addresses))].view(torch.int64)
@@ -784,9 +636,6 @@ class PeerMemory:
         start = few_start(len(addresses))
         self.few = buffer[start : start + 8 * len(addresses) * FEW_ROWS * FEW_NUMBERS].view(torch.int32)
         self.places = [place_start(len(addresses), which) for which in (0, 1)]
-        start = ready_start(len(addresses))
-        self.ready = buffer[start : start + 8 * len(addresses)].view(torch.int64)
-        self.copier, self.num_copied = copier, 0
         # what `release` needs, made before it is needed: to lock memory may mean to wait for the device
         self.stream = torch.cuda.Stream(buffer.device) if buffer.is_cuda else None
         self.endings = {
@@ -807,18 +656,11 @@ class PeerMemory:
         "Where a product of this shape pushes its results, if they fit"
         return PushTarget(self.addresses, self.rank) if fits_words(shape, dtype) else None
 
-    def place(
-        self,
-        which: int,  # 0 or 1
-        shape: tuple,  # `[num_rows, size]`
-        dtype: torch.dtype,
-        first_row: int = 0,  # of the place; those in front belong to other pieces of the step
-    ) -> torch.Tensor | None:
+    def place(self, which: int, shape: tuple, dtype: torch.dtype) -> torch.Tensor | None:
         "A tensor that all can read, if there is one of this size"
-        nbytes, in_front = (rows * shape[1] * dtype.itemsize for rows in (shape[0], first_row))
-        if not 0 < nbytes <= PLACE_BYTES - in_front:
+        nbytes, start = math.prod(shape) * dtype.itemsize, self.places[which]
+        if not 0 < nbytes <= PLACE_BYTES:
             return None
-        start = self.places[which] + in_front
         return self.buffer[start : start + nbytes].view(dtype).view(shape)
 
     def holds(self, part: torch.Tensor) -> bool:
@@ -835,30 +677,6 @@ class PeerMemory:
             start = part.data_ptr() - self.buffer.data_ptr()
             return sum_add_norm(residual, weight, eps, self.addresses, self.rank, start)
         return None
-
-    def start_sum(self, part: torch.Tensor) -> Callable | None:
-        "Have the others' parts copied, from the same place as `part`; None where that can't be"
-        offset = part.data_ptr() - self.buffer.data_ptr()
-        placed = self.places[0] <= offset < self.places[1] + PLACE_BYTES and part.is_contiguous()
-        if self.copier is None or not placed:
-            return None
-        world_size, ready = len(self.starts), ready_start(len(self.starts))
-        others = part.new_empty(world_size - 1, *part.shape)
-        self.num_copied += 1
-        self.copier.begin()
-        for step in range(1, world_size):  # not all from the same one at a time
-            r = (self.rank + step) % world_size
-            self.copier.tell(self.starts[r] + ready + 8 * self.rank, self.num_copied)
-        for step in range(1, world_size):
-            r = (self.rank + step) % world_size
-            self.copier.wait(self.starts[self.rank] + ready + 8 * r, self.num_copied)
-            self.copier.copy(others[r - (r > self.rank)], self.starts[r] + offset)
-        return partial(self.finish_sum, part, others, self.copier.end())
-
-    def finish_sum(self, part, others, copied, residual, norm) -> tuple:
-        "Sum, residual add and norm, once the copies have come"
-        self.copier.join(copied)
-        return copied_add_norm(part, others, residual, norm.weight, norm.eps, self.rank)
 
     def columns(self, shape: tuple, dtype: torch.dtype) -> torch.Tensor | None:
         "This rank's columns of the table, if there is one of this size"
@@ -879,7 +697,7 @@ class PeerMemory:
 
     def release(self):
         "End every wait for another rank, now and later: by copies, which need no place on an SM"
-        waits = {RELEASED: (self.flags, self.sum_flags, self.ready), -1: (self.words, self.lines, self.few.view(torch.int64))}
+        waits = {RELEASED: (self.flags, self.sum_flags), -1: (self.words, self.lines, self.few.view(torch.int64))}
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             for number, tensors in waits.items():
                 ending = self.endings[number]
@@ -888,16 +706,9 @@ class PeerMemory:
         if self.stream is not None:
             self.stream.synchronize()
 
-# %% ../nbs/06_distributed.ipynb #326a3202
-def driver():
-    "The CUDA driver's functions; an ImportError where Python doesn't have them"
-    from cuda.bindings import driver
-
-    return driver
-
-
+# %% ../nbs/06_distributed.ipynb #8e890aff
 def cuda_call(
-    function,  # of `driver()`
+    function,  # of `cuda.bindings.driver`
     *args,
 ):
     "What the CUDA driver returns, or its error as a RuntimeError"
@@ -915,7 +726,7 @@ class RawMemory:
             version=3, shape=(nbytes,), typestr="|u1", data=(address, False)
         )
 
-# %% ../nbs/06_distributed.ipynb #fb39efe9
+# %% ../nbs/06_distributed.ipynb #8637f714
 def share_memory(
     rank: int,
     world_size: int,
@@ -925,21 +736,23 @@ def share_memory(
     handle, addresses = b"", [0] * world_size
     try:
         try:
+            from cuda.bindings import driver
+
             nbytes = buffer_bytes(world_size, with_table=rank == 0)
-            addresses[rank] = int(cuda_call(driver().cuMemAlloc, nbytes))
-            cuda_call(driver().cuMemsetD8, addresses[rank], 0, nbytes)
-            handle = cuda_call(driver().cuIpcGetMemHandle, addresses[rank]).reserved
+            addresses[rank] = int(cuda_call(driver.cuMemAlloc, nbytes))
+            cuda_call(driver.cuMemsetD8, addresses[rank], 0, nbytes)
+            handle = cuda_call(driver.cuIpcGetMemHandle, addresses[rank]).reserved
         finally:
             store.set(f"memory of rank {rank}", handle)
         handles = [store.get(f"memory of rank {r}") for r in range(world_size)]
         if b"" in handles:
             raise RuntimeError(f"rank {handles.index(b'')} has no memory to share")
         for r, handle in enumerate(handles):
-            theirs = driver().CUipcMemHandle()
+            theirs = driver.CUipcMemHandle()
             theirs.reserved = handle
-            flags = driver().CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+            flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
             if r != rank:
-                addresses[r] = int(cuda_call(driver().cuIpcOpenMemHandle, theirs, flags))
+                addresses[r] = int(cuda_call(driver.cuIpcOpenMemHandle, theirs, flags))
     except RuntimeError:
         leave_memory(rank, addresses)
         raise
@@ -951,9 +764,11 @@ def leave_memory(
     addresses: list[int],  # 0: of a rank whose memory wasn't found
 ):
     "Give back what `share_memory` has made and found"
+    from cuda.bindings import driver
+
     for r, address in enumerate(addresses):
         if address:
-            cuda_call(driver().cuMemFree if r == rank else driver().cuIpcCloseMemHandle, address)
+            cuda_call(driver.cuMemFree if r == rank else driver.cuIpcCloseMemHandle, address)
 
 # %% ../nbs/06_distributed.ipynb #a7eae1be
 def meet(
@@ -985,7 +800,7 @@ def environment(**variables):
         for name in added:
             del os.environ[name]
 
-# %% ../nbs/06_distributed.ipynb #c310912e
+# %% ../nbs/06_distributed.ipynb #11af4a92
 def connect_nccl(
     rank: int,
     world_size: int,
@@ -1002,17 +817,11 @@ def sends_whole_lines(
     world_size: int,
 ) -> bool:
     "Whether all GPUs of the group are linked as NVLink links them: with atomic operations across"
-    native = driver().CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    from cuda.bindings import driver
+
+    native = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
     gpus = range(first, first + world_size)
-    return all(cuda_call(driver().cuDeviceGetP2PAttribute, native, a, b) for a in gpus for b in gpus if a != b)
-
-
-def can_wait_in_streams(
-    gpu: int,
-) -> bool:
-    "Whether a stream can wait for a number in memory, without a kernel"
-    attribute = driver().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
-    return bool(cuda_call(driver().cuDeviceGetAttribute, attribute, gpu))
+    return all(cuda_call(driver.cuDeviceGetP2PAttribute, native, a, b) for a in gpus for b in gpus if a != b)
 
 
 def can_reach_each_other(
@@ -1032,7 +841,7 @@ def options_of(kind, **values):
         setattr(options, name, value)
     return options
 
-# %% ../nbs/06_distributed.ipynb #300ec997
+# %% ../nbs/06_distributed.ipynb #0007b285
 class ProcessGroup(TensorParallelGroup):
     "One of several ranks that are processes of one machine: gloo on the CPU, NCCL between GPUs"
 
@@ -1075,18 +884,15 @@ class ProcessGroup(TensorParallelGroup):
                 table = None  # a copy on this GPU: torch takes the memory for another's
             addresses = torch.tensor(self.shared, device=self.device)
             whole_lines = sends_whole_lines(self.device.index - self.rank, self.world_size)
-            copier = Copier(self.device) if can_wait_in_streams(self.device.index) else None
-            peers = PeerMemory(self.rank, buffer, addresses, table, whole_lines, copier)
+            peers = PeerMemory(self.rank, buffer, addresses, table, whole_lines)
         except (ImportError, RuntimeError) as error:
             logger.warning("no short way between the GPUs: %s", error)
         # what one rank lacks, none uses; and behind this everybody's buffer is all zeros, and may be written
-        has = [False] * 4 if peers is None else [True, peers.table is not None, peers.whole_lines, peers.copier is not None]
-        ready = self.all_reduce(torch.tensor(has, dtype=torch.float32, device=self.device)).tolist()
-        memory, table, whole_lines, copier = (count == self.world_size for count in ready)
+        mine = [0.0] * 3 if peers is None else [1.0, float(peers.table is not None), float(peers.whole_lines)]
+        ready = self.all_reduce(torch.tensor(mine, device=self.device)).tolist()
+        memory, table, whole_lines = (count == self.world_size for count in ready)
         if memory:
             self.peers, peers.whole_lines = peers, whole_lines
-            if not copier:
-                peers.copier = None
             if not table:
                 peers.table = None
                 logger.warning("no table on rank 0 that all GPUs can write: logits are gathered")
@@ -1127,25 +933,13 @@ class ProcessGroup(TensorParallelGroup):
         return x
 
     def place(self, which, shape, dtype):
-        return None if self.peers is None else self.peers.place(which, shape, dtype, self.first_row)
+        return None if self.peers is None else self.peers.place(which, shape, dtype)
 
     def add_rms_norm(self, part, residual, norm):
         result = None
         if self.peers is not None:
             result = self.peers.add_rms_norm(part, residual, norm.weight, norm.eps)
         return super().add_rms_norm(part, residual, norm) if result is None else result
-
-    def start_sum(self, part):
-        started = None if self.peers is None else self.peers.start_sum(part)
-        return super().start_sum(part) if started is None else started
-
-    def cut(self, x):
-        can_copy = self.peers is not None and self.peers.copier is not None
-        long = len(x) >= PIECED_ROWS and x.nbytes <= PLACE_BYTES
-        # a graph would repeat the counts that it was captured with
-        if not can_copy or not long or torch.cuda.is_current_stream_capturing():
-            return []
-        return cut_rows(self, x, NUM_PIECES)
 
     def push_target(self, shape, dtype):
         return None if self.peers is None else self.peers.push_target(shape, dtype)

@@ -230,12 +230,6 @@ def sum_add_norm(launch, dtype, size, world_size, tokens):
         launch(empty(tokens, size, dtype=dtype), empty(size, dtype=dtype), 1e-6, addresses, 1, place_start(world_size, which))
 
 
-@launcher("minivllm.distributed", size=HIDDEN, world_size=(2, 3, 8), rank=(0, 1, 7))
-def copied_add_norm(launch, dtype, size, world_size, rank):
-    part = empty(4096, size, dtype=dtype)
-    launch(part, empty(world_size - 1, *part.shape, dtype=dtype), part, empty(size, dtype=dtype), 1e-6, min(rank, world_size - 1))
-
-
 DTYPES_OF_WORDS = torch.bfloat16, torch.float16
 
 

@@ -14,8 +14,8 @@ import torch
 
 from minivllm import distributed
 from minivllm.distributed import (
-    FEW_NUMBERS, FEW_PROGRAMS, FEW_ROWS, LINE_ROWS, MAX_PROGRAMS, PIECED_ROWS, PLACE_BYTES, PUSH_BLOCK, PUSH_NUMBERS, REGION_BYTES, SINGLE, SUM_PROGRAMS,
-    TABLE_BYTES, PeerMemory, Piece, PretendGroup, ProcessGroup, PushTarget, TensorParallelGroup, buffer_bytes, can_wait_in_streams, cut_rows, divide, environment, few_start,
+    FEW_NUMBERS, FEW_PROGRAMS, FEW_ROWS, LINE_ROWS, MAX_PROGRAMS, PLACE_BYTES, PUSH_BLOCK, PUSH_NUMBERS, REGION_BYTES, SINGLE, SUM_PROGRAMS,
+    TABLE_BYTES, PeerMemory, PretendGroup, ProcessGroup, PushTarget, TensorParallelGroup, buffer_bytes, divide, environment, few_start,
     fits_lines, leave_memory, lines_of_row, open_store, region_bytes, run_ranks, sends_whole_lines, share_memory,
 )
 from minivllm.engine.worker import WorkerError
@@ -231,81 +231,6 @@ def test_sums_with_norms_through_peer_memory(ranks, late, way, steps):
         assert all(np.array_equal(a, b) for pair in pairs for a, b in zip(pair, pairs[0]))
 
 
-COPY_STEPS = [(5, 40, FP32), (3, 40, BF16), (140, 40, BF16), (3, 40, BF16)]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and want GPUs that reach each other")
-@pytest.mark.parametrize("late", [0, 2])
-def test_sums_beside_other_work(ranks, late):
-    "Two pieces on the way at once, place after place, whoever's copies are late: the same bits everywhere, those of the kernel that sums at once"
-    with segments_of(*[buffer_bytes(3)] * 3) as names:
-        results = ranks.run("copied_norms", names, COPY_STEPS, late)
-    for call, pairs in enumerate(zip(*results)):
-        step = COPY_STEPS[call // 2]
-        parts, residual, weight = norm_input(3, call, *step)
-        total = sum(part.float() for part in parts).to(residual.dtype)
-        expected = add_rms_norm_torch(total, residual, weight, 1e-5)
-        np.testing.assert_allclose(pairs[0][0], expected[0].float(), rtol=1e-5 if step[2] == FP32 else 1e-2, atol=1e-5)
-        assert np.array_equal(pairs[0][1], (residual + total).float())
-        assert all(np.array_equal(a, b) for pair in pairs for a, b in zip(pair, pairs[0]))
-
-
-def test_which_parts_are_copied():
-    "Those in a place, a piece's too, where a stream can wait; and released, nobody waits"
-    buffers = [torch.zeros(buffer_bytes(2), dtype=torch.uint8) for _ in range(2)]
-    addresses, asked = torch.tensor([buffer.data_ptr() for buffer in buffers]), []
-    copier = SimpleNamespace(begin=lambda: asked.append("begin"), tell=lambda *args: asked.append(("tell", *args)), wait=lambda *args: asked.append(("wait", *args)),
-                             copy=lambda target, address: asked.append(("copy", tuple(target.shape), address)), end=lambda: asked.append("end"))
-    peers = PeerMemory(1, buffers[1], addresses)
-    part = peers.place(1, (3, 8), FP32, 5)
-    assert part.data_ptr() == peers.place(1, (3, 8), FP32).data_ptr() + 5 * 32 and peers.start_sum(part) is None
-    peers.copier = copier
-    assert peers.start_sum(torch.ones(3, 8)) is None and peers.start_sum(part[:, :4]) is None and not asked
-    offset = part.data_ptr() - buffers[1].data_ptr()
-    ready = peers.ready.data_ptr() - buffers[1].data_ptr()
-    for count in (1, 2):
-        assert peers.start_sum(part) is not None
-        assert asked == ["begin", ("tell", addresses[0] + ready + 8, count), ("wait", addresses[1] + ready, count), ("copy", (3, 8), addresses[0] + offset), "end"]
-        asked.clear()
-    assert peers.place(0, (PLACE_BYTES // 8192 - 256, 4096), BF16, 256) is not None and peers.place(0, (PLACE_BYTES // 8192, 4096), BF16, 256) is None
-    peers.release()
-    assert peers.ready.min() > 1 << 60
-
-
-def test_which_steps_are_cut(monkeypatch):
-    "Long ones that fit a place, outside of graphs, into whole tiles; a row belongs to one piece"
-    group = ProcessGroup(0, 1, open_store(1))
-    x = torch.zeros(PIECED_ROWS + 300, 8)
-    assert group.cut(x) == [] and SINGLE.cut(x) == []
-    group.peers = SimpleNamespace(copier=None)
-    assert group.cut(x) == []
-    group.peers.copier = object()
-    capturing = [False]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    pieces = group.cut(x)
-    assert [piece.rows.start for piece in pieces] == [0, 1280] and [piece.rows.stop for piece in pieces] == [1280, len(x)]
-    assert all(torch.equal(piece.stream, x[piece.rows]) for piece in pieces)
-    assert group.cut(x[: PIECED_ROWS - 1]) == [] and len(group.cut(x[:PIECED_ROWS])) == 2
-    assert group.cut(torch.empty(PLACE_BYTES // 8192 + 1, 4096, dtype=BF16, device="meta")) == []
-    capturing[0] = True
-    assert group.cut(x) == []
-    assert [piece.rows for piece in cut_rows(group, x[:700], 4)] == [slice(0, 256), slice(256, 512), slice(512, 700)]
-    group.peers = None
-    group.close()
-
-
-def test_a_failing_branch_leaves_no_first_row():
-    group = TensorParallelGroup()
-    piece = Piece(group, slice(3, 5), torch.ones(2, 8))
-    seen = []
-    piece.add(lambda x: seen.append(group.first_row) or x, torch.ones(2, 8))
-    assert seen == [3] and group.first_row == 0 and torch.equal(piece.normed(RMSNorm(8)), RMSNorm(8)(torch.full((2, 8), 2.0)))
-    assert torch.equal(piece.stream, torch.full((2, 8), 2.0)) and piece.sum is None
-    with pytest.raises(ZeroDivisionError):
-        piece.add(lambda x: 1 // 0, torch.ones(2, 8))
-    assert group.first_row == 0
-
-
 PUSH_STEPS = [(1, 64, 32, BF16), (3, 2100, 16, BF16), (1, 2100, 48, FP16), (4, 7, 5, BF16), (2, 64, 32, BF16), (1, 1500, 16, BF16), (1, 2100, 16, BF16)]
 
 
@@ -482,9 +407,9 @@ def test_what_fits_into_the_table():
 def test_no_part_of_a_buffer_overlaps_another(world_size):
     buffer = torch.zeros(buffer_bytes(world_size), dtype=torch.uint8)
     peers, base = PeerMemory(0, buffer, torch.zeros(world_size, dtype=torch.int64)), buffer.data_ptr()
-    tensors = [peers.flags, peers.words, peers.sum_flags, peers.lines, peers.few, peers.ready, *(peers.place(i, (1, PLACE_BYTES // 2), BF16) for i in (0, 1))]
+    tensors = [peers.flags, peers.words, peers.sum_flags, peers.lines, peers.few, *(peers.place(i, (1, PLACE_BYTES // 2), BF16) for i in (0, 1))]
     # behind what is waited for lie the counts of the programs, and the two regions of one shot
-    behind = [MAX_PROGRAMS * (8 + 2 * REGION_BYTES), 8 * PUSH_NUMBERS // PUSH_BLOCK, 8 * SUM_PROGRAMS, 8 * LINE_ROWS, 8 * FEW_PROGRAMS, -8 * world_size % 128, 0, 0]
+    behind = [MAX_PROGRAMS * (8 + 2 * REGION_BYTES), 8 * PUSH_NUMBERS // PUSH_BLOCK, 8 * SUM_PROGRAMS, 8 * LINE_ROWS, 8 * FEW_PROGRAMS, 0, 0]
     starts = [tensor.data_ptr() - base for tensor in tensors]
     assert [start + tensor.nbytes + more for start, tensor, more in zip(starts, tensors, behind)] == [*starts[1:], len(buffer)]
     assert (peers.lines.data_ptr() - base) % 128 == 0  # what the machine moves as one
@@ -529,15 +454,12 @@ def test_what_is_pushed_in_lines():
     assert fits_lines(torch.empty(1, 8192, dtype=BF16), 2) and not fits_lines(torch.empty(1, 8192, dtype=BF16), 3)
 
 
-WANTED = "memory", "table", "whole lines", "copier"
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-@pytest.mark.parametrize("lacks", [None, *WANTED, *(f"{name} here" for name in WANTED)])
+@pytest.mark.parametrize("lacks", [None, "memory", "table", "whole lines", "memory here", "table here", "whole lines here"])
 def test_what_one_rank_lacks_none_uses(lacks, monkeypatch):
     group = ProcessGroup(0, 1, open_store(1))
     group.world_size = 2
-    group.all_reduce = lambda x: x + x.new_tensor([lacks != name for name in WANTED])  # of the other
+    group.all_reduce = lambda x: x + x.new_tensor([lacks != name for name in ("memory", "table", "whole lines")])  # of the other
     memory, asked = torch.zeros(buffer_bytes(2, with_table=True), dtype=torch.uint8), []
 
     def share_memory(rank, world_size, store):
@@ -553,19 +475,16 @@ def test_what_one_rank_lacks_none_uses(lacks, monkeypatch):
 
     monkeypatch.setattr(distributed, "share_memory", share_memory)
     monkeypatch.setattr(distributed, "sends_whole_lines", lambda first, world_size: lacks != "whole lines here")
-    monkeypatch.setattr(distributed, "can_wait_in_streams", lambda gpu: lacks != "copier here")
-    monkeypatch.setattr(distributed, "Copier", lambda device: "a copier")
     monkeypatch.setattr(distributed.torch, "as_tensor", as_tensor)
     group.device = SimpleNamespace(index=0)
     tensor = torch.tensor
-    monkeypatch.setattr(distributed.torch, "tensor", lambda data, device, dtype=None: tensor(data, dtype=dtype))
+    monkeypatch.setattr(distributed.torch, "tensor", lambda data, device: tensor(data))
     group.connect_peers()
     what = (lacks or "").removesuffix(" here")
     assert (group.peers is None) == (what == "memory")
     if group.peers is not None:
         assert asked == [(0, buffer_bytes(2)), (buffer_bytes(2), TABLE_BYTES)]
         assert (group.columns((2, 3), FP32) is None) == (what == "table") and group.peers.whole_lines == (what != "whole lines")
-        assert (group.peers.copier is None) == (what == "copier")
     group.world_size, group.shared, group.device = 1, None, torch.device("cpu")
     group.close()
 
@@ -816,13 +735,6 @@ def test_lines_are_for_gpus_whose_atomics_reach_each_other(driver):
     fake.CUdevice_P2PAttribute = SimpleNamespace(CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED=3)
     fake.cuDeviceGetP2PAttribute = lambda attribute, a, b: (0, int(attribute == 3 and (a, b) in linked))
     assert sends_whole_lines(2, 2) and not sends_whole_lines(2, 3)
-
-
-def test_who_can_wait_in_streams(driver):
-    fake = driver(FakeDriver())
-    fake.CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS=93)
-    fake.cuDeviceGetAttribute = lambda attribute, gpu: (0, int(attribute == 93 and gpu == 1))
-    assert can_wait_in_streams(1) and not can_wait_in_streams(0)
 
 
 class OutOfMemory(int):

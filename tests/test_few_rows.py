@@ -4,9 +4,9 @@ import torch
 from rigs import DEVICE, RIGS, tiny_model
 
 from minivllm.config import load_model_config
-from minivllm.distributed import Piece, PretendGroup, run_ranks
+from minivllm.distributed import PretendGroup, run_ranks
 from minivllm.layers.attention import ForwardContext
-from minivllm.models.llama import LlamaAttention, LlamaForCausalLM, LlamaModel
+from minivllm.models.llama import LlamaModel
 from minivllm.models.loader import build_model, load_weights
 from minivllm.models.registry import get_model_class
 
@@ -42,56 +42,6 @@ def test_few_rows_are_the_same_on_any_number_of_ranks(name, world_size, monkeypa
     few, *others = run_ranks(lambda tp: logits_of(tp, folder, True, monkeypatch), world_size)
     assert whole.abs().max() > 1 and all(y is None for y in others)
     torch.testing.assert_close(few, whole, atol=2e-4, rtol=2e-4)
-
-
-class Cutting(PretendGroup):
-    "Cuts every step, and notes which sums are waited for, and between which products"
-
-    def __init__(self, tp):
-        super().__init__(tp.rank, tp.world_size, tp._barrier, tp._slots)
-        self.seen = []
-
-    def cut(self, x):
-        return [Piece(self, rows, x[rows]) for rows in (slice(0, 3), slice(3, len(x)))]
-
-    def place(self, which, shape, dtype):
-        self.seen.append((which, self.first_row))
-
-    def add_rms_norm(self, part, residual, norm):
-        self.seen.append("sum")
-        return super().add_rms_norm(part, residual, norm)
-
-
-@pytest.mark.parametrize("name", ["llama-biased", "qwen2", "qwen3"])
-def test_a_step_in_pieces_is_the_same(name, monkeypatch):
-    "And the products of one piece run between the start of another's sum and its end"
-    folder, _ = tiny_model(name)
-    whole, = run_ranks(lambda tp: logits_of(tp, folder, False, monkeypatch), 1)
-
-    def cut(tp):
-        tp = Cutting(tp)
-        return logits_of(tp, folder, False, monkeypatch), tp.seen
-
-    (pieces, seen), *_ = run_ranks(cut, 2)
-    torch.testing.assert_close(pieces, whole, atol=2e-4, rtol=2e-4)
-    layer = [(0, 0), (0, 3), "sum", (1, 0), "sum", (1, 3), "sum", "sum"]
-    assert seen == layer * (len(seen) // len(layer)) and seen
-
-
-@pytest.mark.parametrize("name", ["moe", "other attention"])
-def test_what_computes_something_else_is_not_cut(name, monkeypatch):
-    monkeypatch.setitem(RIGS, "moe-in-some", ("Qwen3Moe", SOME_EXPERTS))
-    if name == "other attention":
-        monkeypatch.setattr(LlamaForCausalLM, "attention_class", type("Other", (LlamaAttention,), {"forward": lambda self, *args: LlamaAttention.forward(self, *args)}))
-    folder, _ = tiny_model("moe-in-some" if name == "moe" else "llama-biased")
-
-    def cut(tp):
-        tp = Cutting(tp)
-        logits_of(tp, folder, False, monkeypatch)
-        return tp.seen
-
-    seen, *_ = run_ranks(cut, 2)
-    assert seen and all(first_row == 0 for what, first_row in (entry for entry in seen if entry != "sum"))
 
 
 SOME_EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, num_hidden_layers=4, decoder_sparse_step=1, mlp_only_layers=[0, 2])

@@ -1,7 +1,4 @@
 "Ranks as processes: what workers run must be found in a module"
-import ctypes
-import queue
-import threading
 import time
 from multiprocessing import shared_memory
 
@@ -11,7 +8,6 @@ from minivllm import distributed
 from minivllm.distributed import PeerMemory, ProcessGroup, buffer_bytes, open_store
 from minivllm.engine.worker import Workers
 from minivllm.kernels.decode_push import linear_sum
-from minivllm.layers.layernorm import RMSNorm
 from minivllm.layers.linear import RowParallelLinear
 
 
@@ -119,62 +115,6 @@ def peer_norms(tp, names, steps, late, way):
             normed, stream = distributed.sum_add_norm(*rest, peers.places[call % 2])
         assert torch.equal(residual, given)
         results.append((normed.float().numpy(), stream.float().numpy()))
-    return results
-
-
-class PretendCopier:
-    "A stream and its copies as a thread, which is late: it issues each thing some time after it could"
-
-    def __init__(self, delay):
-        self.delay, self.todo = delay, queue.Queue()
-        threading.Thread(target=self.run, daemon=True).start()
-
-    def run(self):
-        while True:
-            what, *args = self.todo.get()
-            time.sleep(self.delay)
-            what(*args)
-
-    def begin(self):
-        "Kernels are functions here: what was issued before is done"
-
-    def tell(self, address, count):
-        self.todo.put((setattr, ctypes.c_int64.from_address(address), "value", count))
-
-    def wait(self, address, count):
-        self.todo.put((self.spin, ctypes.c_int64.from_address(address), count))
-
-    def spin(self, number, count):
-        while number.value < count:
-            time.sleep(0.001)
-
-    def copy(self, target, address):
-        self.todo.put((ctypes.memmove, target.data_ptr(), address, target.nbytes))
-
-    def end(self):
-        event = threading.Event()
-        self.todo.put((event.set,))
-        return event
-
-    def join(self, event):
-        assert event.wait(60), "a copy never came"
-
-
-def copied_norms(tp, names, steps, late):
-    "Sums that run beside other things, of two pieces: in each step those of place 0, then those of place 1"
-    peers, results = peers_of(tp, names), []
-    peers.copier = PretendCopier(0.01 if tp.rank == late else 0.0)
-    norm, first_piece = RMSNorm(steps[0][1], 1e-5).requires_grad_(False), 2
-    for call, (rows, hidden, dtype) in enumerate(steps):
-        for which in (0, 1):
-            parts, residual, weight = norm_input(len(names), 2 * call + which, rows, hidden, dtype)
-            norm.weight.data, started = weight, []
-            for piece in (slice(0, first_piece), slice(first_piece, rows)):
-                part = peers.place(which, (len(residual[piece]), hidden), dtype, piece.start)
-                part.copy_(parts[tp.rank][piece])
-                started.append(peers.start_sum(part))
-            pairs = [finish(residual[:first_piece] if i == 0 else residual[first_piece:], norm) for i, finish in enumerate(started)]
-            results.append([torch.cat(halves).float().numpy() for halves in zip(*pairs)])
     return results
 
 

@@ -6,12 +6,12 @@
 __all__ = ['attend_few_rows', 'few_rows_product', 'add_product', 'LlamaAttention', 'LlamaMLP', 'LlamaDecoderLayer', 'LlamaModel',
            'LlamaForCausalLM', 'MistralForCausalLM', 'Qwen2Attention', 'Qwen2ForCausalLM']
 
-# %% ../../nbs/20_models.llama.ipynb #a1baabc6
+# %% ../../nbs/20_models.llama.ipynb #24a578a0
 import torch
 from torch import nn
 
 from ..config import ModelConfig
-from ..distributed import SINGLE, Piece
+from ..distributed import SINGLE
 from ..kernels.common import can_launch
 from ..kernels.decode_fused import fits_fused, rope_attend
 from ..kernels.decode_linear import few_rows, linear_residual, norm_gate_up_silu, norm_linear
@@ -22,7 +22,6 @@ from ..layers.attention import TritonAttentionBackend
 from ..layers.embedding_head import ParallelLMHead, VocabParallelEmbedding
 from ..layers.layernorm import RMSNorm
 from ..layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from ..layers.linear import linear_into
 from ..layers.rotary_embedding import RotaryEmbedding
 from .registry import register_model
 
@@ -126,7 +125,7 @@ class LlamaMLP(nn.Module):
         x = norm_gate_up_silu(stream, norm.weight, norm.eps, gate_up.weight, gate_up.bias)
         return add_product(self.down_proj, stream, x)
 
-# %% ../../nbs/20_models.llama.ipynb #d8ef2577
+# %% ../../nbs/20_models.llama.ipynb #33dd8070
 class LlamaDecoderLayer(nn.Module):
     "Norm, attention, norm, MLP; what a branch adds to the stream is summed over the ranks and added by the norm that follows"
 
@@ -153,28 +152,6 @@ class LlamaDecoderLayer(nn.Module):
         x, residual = self.tp.add_rms_norm(x, residual, self.post_attention_layernorm)
         return self.mlp(x), residual
 
-    def in_pieces(
-        self,
-        pieces: list[Piece],  # of the step; what the previous layer adds is on its way
-        positions: torch.Tensor,  # `[num_tokens]`
-        ctx: ForwardContext,
-    ):
-        "One layer of a long step on several ranks: while one piece is summed, products of another run"
-        attn, num_tokens = self.self_attn, len(positions)
-        qkv = pieces[0].stream.new_empty(num_tokens, len(attn.qkv_proj.weight))
-        for piece in pieces:
-            x = piece.normed(self.input_layernorm)
-            linear_into(qkv[piece.rows], x, attn.qkv_proj.weight, attn.qkv_proj.bias)
-        heads = attn.attn(qkv, positions, ctx)  # here the rows have to do with each other
-        for piece in pieces:
-            piece.add(attn.o_proj, heads[piece.rows])
-        for piece in pieces:
-            piece.add(self.mlp, piece.normed(self.post_attention_layernorm))
-
-    def can_be_cut(self) -> bool:
-        "Whether `in_pieces` computes what `forward` does: subclasses of its parts may do something else"
-        return type(self.self_attn).forward is LlamaAttention.forward and type(self.mlp) is LlamaMLP
-
     def add_to(self, stream, positions, ctx):
         "The stream behind this layer, for few rows"
         stream = self.self_attn.add_to(stream, self.input_layernorm, positions, ctx)
@@ -182,7 +159,7 @@ class LlamaDecoderLayer(nn.Module):
             return self.mlp.add_to(stream, self.post_attention_layernorm)
         return stream + self.tp.all_reduce(self.mlp(self.post_attention_layernorm(stream)))
 
-# %% ../../nbs/20_models.llama.ipynb #3decf88b
+# %% ../../nbs/20_models.llama.ipynb #e38acbb7
 class LlamaModel(nn.Module):
     "Embedding, decoder layers, last norm"
 
@@ -200,7 +177,6 @@ class LlamaModel(nn.Module):
             for i in range(config.num_layers)
         )
         self.norm, self.tp = RMSNorm(config.hidden_size, config.rms_norm_eps), tp
-        self.can_be_cut = all(layer.can_be_cut() for layer in self.layers)
 
     def forward(self, token_ids, positions, ctx):
         x, residual = self.embed_tokens(token_ids), None
@@ -208,10 +184,6 @@ class LlamaModel(nn.Module):
             for layer in self.layers:
                 x = layer.add_to(x, positions, ctx)
             return self.norm(x)
-        if pieces := self.tp.cut(x) if self.can_be_cut else []:
-            for layer in self.layers:
-                layer.in_pieces(pieces, positions, ctx)
-            return torch.cat([piece.normed(self.norm) for piece in pieces])
         for layer in self.layers:
             x, residual = layer(x, residual, positions, ctx)
         return self.tp.add_rms_norm(x, residual, self.norm)[0]

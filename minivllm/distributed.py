@@ -6,16 +6,16 @@
 __all__ = ['SINGLE', 'LOCALHOST', 'logger', 'COLLECTIVE_TIMEOUT', 'MAX_PROGRAMS', 'REGION_BYTES', 'ONE_SHOT_BYTES',
            'MIN_BLOCK_BYTES', 'RELEASED', 'PUSH_NUMBERS', 'PUSH_BLOCK', 'SUM_PROGRAMS', 'PLACE_BYTES', 'LINE_ROWS',
            'ROW_LINES', 'FEW_ROWS', 'FEW_NUMBERS', 'FEW_PROGRAMS', 'TABLE_BYTES', 'NO_MULTICAST', 'NO_WATCHDOG',
-           'TensorParallelGroup', 'PretendGroup', 'run_ranks', 'open_store', 'connect_gloo', 'flag_bytes',
-           'region_bytes', 'one_shot_kernel', 'one_shot_all_reduce', 'word_bytes', 'push_kernel', 'push_all_reduce',
-           'push_broadcast', 'sum_flags_start', 'lines_start', 'few_start', 'place_start', 'buffer_bytes',
-           'sum_add_norm_kernel', 'sum_add_norm', 'four_of', 'words_of', 'rounded_sums', 'rms_normed',
+           'MARK_SUMS', 'MAX_MARKS', 'TensorParallelGroup', 'PretendGroup', 'run_ranks', 'open_store', 'connect_gloo',
+           'flag_bytes', 'region_bytes', 'one_shot_kernel', 'one_shot_all_reduce', 'word_bytes', 'push_kernel',
+           'push_all_reduce', 'push_broadcast', 'sum_flags_start', 'lines_start', 'few_start', 'place_start',
+           'buffer_bytes', 'sum_add_norm_kernel', 'sum_add_norm', 'four_of', 'words_of', 'rounded_sums', 'rms_normed',
            'push_add_norm_kernel', 'lines_of_row', 'fits_lines', 'push_add_norm', 'PushTarget', 'fits_words',
            'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet', 'environment',
            'connect_nccl', 'sends_whole_lines', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'start_rank',
            'divide']
 
-# %% ../nbs/06_distributed.ipynb #bc7063d1
+# %% ../nbs/06_distributed.ipynb #173ca8b5
 import inspect
 import logging
 import math
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -841,7 +842,11 @@ def options_of(kind, **values):
         setattr(options, name, value)
     return options
 
-# %% ../nbs/06_distributed.ipynb #0007b285
+# %% ../nbs/06_distributed.ipynb #ca0880f4
+MARK_SUMS = 16  # from one mark in the stream to the next
+MAX_MARKS = 3   # that the GPU may still have in front of it; with two sums a layer up to 32 layers
+
+
 class ProcessGroup(TensorParallelGroup):
     "One of several ranks that are processes of one machine: gloo on the CPU, NCCL between GPUs"
 
@@ -857,6 +862,7 @@ class ProcessGroup(TensorParallelGroup):
         self.store, self.device, self.peers = store, torch.device(device), None
         self.num_threads, self.shared = torch.get_num_threads(), None
         self.ending, self.aborting = threading.Lock(), None  # who watches the others is another thread
+        self.num_sums, self.marks = 0, deque()
         meet(rank, world_size, store, check)
         if self.device.type == "cpu":
             self.backend = connect_gloo(rank, world_size, store)
@@ -903,7 +909,18 @@ class ProcessGroup(TensorParallelGroup):
         if work is not None:
             work.wait()
 
+    def keep_pace(self):
+        "Wait until this GPU has done what was issued many sums ago"
+        self.num_sums += 1
+        counts = self.device.type == "cuda" and self.num_sums % MARK_SUMS == 0
+        if not counts or torch.cuda.is_current_stream_capturing():
+            return
+        self.marks.append(torch.cuda.current_stream(self.device).record_event())
+        if len(self.marks) > MAX_MARKS:
+            self.marks.popleft().synchronize()
+
     def all_reduce(self, x):
+        self.keep_pace()
         short = 0 < x.nbytes * (self.world_size - 1) <= ONE_SHOT_BYTES
         if self.peers is not None and short and x.is_floating_point():
             return self.peers.all_reduce(x.contiguous())
@@ -939,7 +956,10 @@ class ProcessGroup(TensorParallelGroup):
         result = None
         if self.peers is not None:
             result = self.peers.add_rms_norm(part, residual, norm.weight, norm.eps)
-        return super().add_rms_norm(part, residual, norm) if result is None else result
+        if result is None:
+            return super().add_rms_norm(part, residual, norm)
+        self.keep_pace()
+        return result
 
     def push_target(self, shape, dtype):
         return None if self.peers is None else self.peers.push_target(shape, dtype)

@@ -14,7 +14,7 @@ import torch
 
 from minivllm import distributed
 from minivllm.distributed import (
-    FEW_NUMBERS, FEW_PROGRAMS, FEW_ROWS, LINE_ROWS, MAX_PROGRAMS, PLACE_BYTES, PUSH_BLOCK, PUSH_NUMBERS, REGION_BYTES, SINGLE, SUM_PROGRAMS,
+    FEW_NUMBERS, FEW_PROGRAMS, FEW_ROWS, LINE_ROWS, MARK_SUMS, MAX_MARKS, MAX_PROGRAMS, PLACE_BYTES, PUSH_BLOCK, PUSH_NUMBERS, REGION_BYTES, SINGLE, SUM_PROGRAMS,
     TABLE_BYTES, PeerMemory, PretendGroup, ProcessGroup, PushTarget, TensorParallelGroup, buffer_bytes, divide, environment, few_start,
     fits_lines, leave_memory, lines_of_row, open_store, region_bytes, run_ranks, sends_whole_lines, share_memory,
 )
@@ -523,6 +523,40 @@ def test_how_a_group_sums_and_normalises(monkeypatch):
     assert used == ["all_reduce", "push_add_norm", "push_add_norm", "sum_add_norm", "all_reduce", "all_reduce"]
     group.peers.whole_lines = True
     assert group.peers.add_rms_norm(torch.ones(4, 8, dtype=BF16), torch.ones(4, 8), norm.weight, 1e-5) is None  # of two dtypes
+    group.close()
+
+
+@pytest.mark.parametrize("way", ["all_reduce", "add_rms_norm"])
+def test_a_host_does_not_run_far_ahead(way, monkeypatch):
+    "At most `MAX_MARKS` marks are open, the oldest is waited for; nothing is marked in a graph, or on a CPU"
+    group, issued, capturing = ProcessGroup(0, 1, open_store(1)), [], [False]
+
+    class Stream:
+        def record_event(self):
+            issued.append(mark := SimpleNamespace(waited=False))
+            mark.synchronize = lambda: setattr(mark, "waited", True)
+            return mark
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    group.peers = SimpleNamespace(all_reduce=lambda x: x, add_rms_norm=lambda part, residual, weight, eps: (part, residual))
+    group.world_size = 2
+    x, norm = torch.ones(2, 8), RMSNorm(8)
+    sum_once = (lambda: group.all_reduce(x)) if way == "all_reduce" else lambda: group.add_rms_norm(x, x, norm)
+
+    def sum_often(count):
+        for _ in range(count):
+            sum_once()
+        return [mark.waited for mark in issued]
+
+    assert sum_often(2 * MARK_SUMS) == []  # gloo: the host does the sums itself
+    group.device = SimpleNamespace(type="cuda")
+    assert sum_often(MARK_SUMS - 1) == [] and sum_often(1) == [False]
+    assert sum_often((MAX_MARKS - 1) * MARK_SUMS) == [False] * MAX_MARKS
+    assert sum_often(2 * MARK_SUMS) == [True, True] + [False] * MAX_MARKS
+    capturing[0] = True
+    assert len(sum_often(3 * MARK_SUMS)) == MAX_MARKS + 2
+    group.peers, group.world_size, group.device = None, 1, torch.device("cpu")
     group.close()
 
 

@@ -842,7 +842,7 @@ def options_of(kind, **values):
         setattr(options, name, value)
     return options
 
-# %% ../nbs/06_distributed.ipynb #ca0880f4
+# %% ../nbs/06_distributed.ipynb #44242cd0
 MARK_SUMS = 16  # from one mark in the stream to the next
 MAX_MARKS = 3   # that the GPU may still have in front of it; with two sums a layer up to 32 layers
 
@@ -962,7 +962,10 @@ class ProcessGroup(TensorParallelGroup):
         return result
 
     def push_target(self, shape, dtype):
-        return None if self.peers is None else self.peers.push_target(shape, dtype)
+        target = None if self.peers is None else self.peers.push_target(shape, dtype)
+        if target is not None:
+            self.keep_pace()  # who asks will sum
+        return target
 
     def columns(self, shape, dtype):
         return None if self.peers is None else self.peers.columns(shape, dtype)

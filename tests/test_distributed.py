@@ -526,7 +526,7 @@ def test_how_a_group_sums_and_normalises(monkeypatch):
     group.close()
 
 
-@pytest.mark.parametrize("way", ["all_reduce", "add_rms_norm"])
+@pytest.mark.parametrize("way", ["all_reduce", "add_rms_norm", "norm behind", "pushed"])
 def test_a_host_does_not_run_far_ahead(way, monkeypatch):
     "At most `MAX_MARKS` marks are open, the oldest is waited for; nothing is marked in a graph, or on a CPU"
     group, issued, capturing = ProcessGroup(0, 1, open_store(1)), [], [False]
@@ -537,12 +537,18 @@ def test_a_host_does_not_run_far_ahead(way, monkeypatch):
             mark.synchronize = lambda: setattr(mark, "waited", True)
             return mark
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    def current_stream(device):
+        assert device is group.device
+        return Stream()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    group.peers = SimpleNamespace(all_reduce=lambda x: x, add_rms_norm=lambda part, residual, weight, eps: (part, residual))
+    group.peers = SimpleNamespace(
+        all_reduce=lambda x: x, push_target=lambda shape, dtype: "a target",
+        add_rms_norm=lambda part, residual, weight, eps: None if way == "norm behind" else (part, residual))
     group.world_size = 2
     x, norm = torch.ones(2, 8), RMSNorm(8)
-    sum_once = (lambda: group.all_reduce(x)) if way == "all_reduce" else lambda: group.add_rms_norm(x, x, norm)
+    sum_once = {"all_reduce": lambda: group.all_reduce(x), "pushed": lambda: group.push_target((1, 8), BF16)}.get(way, lambda: group.add_rms_norm(x, x, norm))
 
     def sum_often(count):
         for _ in range(count):
@@ -556,6 +562,8 @@ def test_a_host_does_not_run_far_ahead(way, monkeypatch):
     assert sum_often(2 * MARK_SUMS) == [True, True] + [False] * MAX_MARKS
     capturing[0] = True
     assert len(sum_often(3 * MARK_SUMS)) == MAX_MARKS + 2
+    capturing[0], group.peers.push_target = False, lambda shape, dtype: None
+    assert group.push_target((1, 8), BF16) is None and group.num_sums == 10 * MARK_SUMS  # no target: the sum comes by another way
     group.peers, group.world_size, group.device = None, 1, torch.device("cpu")
     group.close()
 

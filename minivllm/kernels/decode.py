@@ -252,13 +252,13 @@ def finish(
                       num_parts, first_shared + seq, has_shared, NUM_KV_HEADS, GROUP, HEADS,
                       HEAD_DIM, DIM, PARTS, SHARED_PARTS)
 
-# %% ../../nbs/14_kernels.decode.ipynb #d38e105a
+# %% ../../nbs/14_kernels.decode.ipynb #06e69981
 @triton.jit
 def hint_fetches(once):
     "What this kernel's copies by descriptor tell the L2 cache: `once`, that they won't be read again"
     if not INTERPRETED:
-        # Triton 3.6 finds a kernel on disk by its source, of which `add_hints` is no part:
-        # who changes that one counts the version up, or else kernels with the old hints are found
+        # Triton 3.6 looks a compiled kernel up by its source, of which `add_hints` is no part: whoever
+        # changes `add_hints` or `COPY` raises the version, or kernels with the old hints are found
         tl.inline_asm_elementwise(
             """{
                 .reg .pred p;

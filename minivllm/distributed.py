@@ -842,9 +842,9 @@ def options_of(kind, **values):
         setattr(options, name, value)
     return options
 
-# %% ../nbs/06_distributed.ipynb #44242cd0
+# %% ../nbs/06_distributed.ipynb #984b4e66
 MARK_SUMS = 16  # from one mark in the stream to the next
-MAX_MARKS = 3   # that the GPU may still have in front of it; with two sums a layer up to 32 layers
+MAX_MARKS = 5   # that the GPU may still have in front of it; with two sums a layer up to 48 layers
 
 
 class ProcessGroup(TensorParallelGroup):

@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['SINGLE', 'LOCALHOST', 'logger', 'COLLECTIVE_TIMEOUT', 'MAX_PROGRAMS', 'REGION_BYTES', 'ONE_SHOT_BYTES',
            'MIN_BLOCK_BYTES', 'RELEASED', 'PUSH_NUMBERS', 'PUSH_BLOCK', 'SUM_PROGRAMS', 'PLACE_BYTES', 'LINE_ROWS',
-           'ROW_LINES', 'FEW_ROWS', 'FEW_NUMBERS', 'FEW_PROGRAMS', 'TABLE_BYTES', 'NO_MULTICAST', 'NO_WATCHDOG',
-           'MARK_SUMS', 'MAX_MARKS', 'TensorParallelGroup', 'PretendGroup', 'run_ranks', 'open_store', 'connect_gloo',
-           'flag_bytes', 'region_bytes', 'one_shot_kernel', 'one_shot_all_reduce', 'word_bytes', 'push_kernel',
-           'push_all_reduce', 'push_broadcast', 'sum_flags_start', 'lines_start', 'few_start', 'place_start',
-           'buffer_bytes', 'sum_add_norm_kernel', 'sum_add_norm', 'four_of', 'words_of', 'rounded_sums', 'rms_normed',
-           'push_add_norm_kernel', 'lines_of_row', 'fits_lines', 'push_add_norm', 'PushTarget', 'fits_words',
-           'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet', 'environment',
+           'ROW_LINES', 'FEW_ROWS', 'FEW_NUMBERS', 'FEW_PROGRAMS', 'TABLE_BYTES', 'SCATTER_ROWS', 'NO_MULTICAST',
+           'NO_WATCHDOG', 'MARK_SUMS', 'MAX_MARKS', 'TensorParallelGroup', 'PretendGroup', 'run_ranks', 'open_store',
+           'connect_gloo', 'flag_bytes', 'region_bytes', 'one_shot_kernel', 'one_shot_all_reduce', 'word_bytes',
+           'push_kernel', 'push_all_reduce', 'push_broadcast', 'sum_flags_start', 'lines_start', 'few_start',
+           'place_start', 'buffer_bytes', 'say_and_wait', 'added_and_normed', 'sum_add_norm_kernel', 'sum_add_norm',
+           'ScatteredPart', 'scattered_add_norm_kernel', 'scattered_add_norm', 'four_of', 'words_of', 'rounded_sums',
+           'rms_normed', 'push_add_norm_kernel', 'lines_of_row', 'fits_lines', 'push_add_norm', 'PushTarget',
+           'fits_words', 'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet', 'environment',
            'connect_nccl', 'sends_whole_lines', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'start_rank',
            'divide']
 
@@ -36,7 +37,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from .kernels.common import INTERPRETED, await_previous, early_launch, round_to, tl, triton
 
-# %% ../nbs/06_distributed.ipynb #5e488999
+# %% ../nbs/06_distributed.ipynb #3ca09b3c
 class TensorParallelGroup:
     "One rank's view of its group; the base class is a group of one, whose collectives do nothing"
 
@@ -75,6 +76,10 @@ class TensorParallelGroup:
         "Where this rank's part of a sum is best written, in place 0 or 1; None: anywhere"
         return None
 
+    def scatter_targets(self, shape: tuple, dtype: torch.dtype) -> list[torch.Tensor] | None:
+        "Where this rank's part of a long sum is best written: for each rank, the rows that it will sum; None: in one piece"
+        return None
+
     def push_target(self, shape: tuple, dtype: torch.dtype):
         "Where a product of few rows pushes its results, which are summed; None: nowhere, they are a tensor"
         return None
@@ -89,12 +94,13 @@ class TensorParallelGroup:
 
     def add_rms_norm(
         self,
-        part: torch.Tensor,  # `[num_tokens, hidden_size]`, of this rank
-        residual: torch.Tensor,  # like `part`, the same on every rank
+        part,  # of this rank, `[num_tokens, hidden_size]`: a tensor, or a `ScatteredPart`
+        residual: torch.Tensor | None,  # `[num_tokens, hidden_size]`, the same on every rank, or what was returned before; None: zeros
         norm,  # an `RMSNorm`
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        "`norm` of the residual stream and the sum of every rank's `part`; the new stream"
-        return norm(self.all_reduce(part), residual)
+        "`norm` of the residual stream and the sum of every rank's `part`; the new stream, or this rank's rows of it"
+        total = self.all_reduce(part)
+        return (norm(total), total) if residual is None else norm(total, residual)
 
 
 SINGLE = TensorParallelGroup()
@@ -391,7 +397,30 @@ def buffer_bytes(
     "For one shot, for the push, for the sums with their norm, for products that push; on rank 0 for the table, too"
     return place_start(world_size, 2) + with_table * TABLE_BYTES
 
-# %% ../nbs/06_distributed.ipynb #93c9a0d7
+# %% ../nbs/06_distributed.ipynb #80b633fa
+@triton.jit
+def say_and_wait(flags, addresses_ptr, call, rank, WORLD_SIZE: tl.constexpr, FLAGS: tl.constexpr):
+    "Tell the same program of each rank that this one has come as far as `call`; wait until all have"
+    at = tl.program_id(0) * WORLD_SIZE
+    for r in tl.static_range(WORLD_SIZE):
+        theirs = (tl.load(addresses_ptr + r) + FLAGS).to(tl.pointer_type(tl.int64))
+        tl.atomic_xchg(theirs + at + rank, call, sem="release", scope="sys")
+    for r in tl.static_range(WORLD_SIZE):
+        seen = call - 1
+        while seen < call:
+            seen = tl.atomic_add(flags + at + r, call * 0, sem="acquire", scope="sys")
+    tl.debug_barrier()
+
+
+@triton.jit
+def added_and_normed(total, residual, weight, hidden: tl.constexpr, eps, dtype: tl.constexpr):
+    "The stream behind a sum, and its norm; rounded where separate steps round"
+    stream = round_to(round_to(total, dtype).to(tl.float32) + residual, dtype)
+    x = stream.to(tl.float32)
+    y = round_to(x * tl.rsqrt(tl.sum(x * x) / hidden + eps), dtype).to(tl.float32)
+    return stream, round_to(y * weight, dtype)
+
+# %% ../nbs/06_distributed.ipynb #cb8fb9d1
 @triton.jit(do_not_specialize=["num_rows"])  # or it would be compiled anew for 1 row, for 16, for 17
 def sum_add_norm_kernel(
     out_ptr, stream_ptr, residual_ptr, weight_ptr,
@@ -414,16 +443,7 @@ def sum_add_norm_kernel(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     count = own + PROGRAMS * WORLD_SIZE + pid
     call = tl.load(count) + 1
-    # this rank's product is there: say so
-    for r in tl.static_range(WORLD_SIZE):
-        theirs = (tl.load(addresses_ptr + r) + FLAGS).to(tl.pointer_type(tl.int64))
-        tl.atomic_xchg(theirs + pid * WORLD_SIZE + rank, call, sem="release", scope="sys")
-    # wait until all have said so
-    for r in tl.static_range(WORLD_SIZE):
-        seen = call - 1
-        while seen < call:
-            seen = tl.atomic_add(own + pid * WORLD_SIZE + r, call * 0, sem="acquire", scope="sys")
-    tl.debug_barrier()
+    say_and_wait(own, addresses_ptr, call, rank, WORLD_SIZE, FLAGS)  # all products are there
     for row in range(pid, num_rows, tl.num_programs(0)):
         i = row * HIDDEN + column
         total = tl.zeros((BLOCK,), tl.float32)
@@ -432,11 +452,9 @@ def sum_add_norm_kernel(
             part = tl.multiple_of(part, 16)
             total += tl.load(part + i, inside, 0.0, cache_modifier=".cg").to(tl.float32)
         residual = tl.load(residual_ptr + i, inside, 0.0).to(tl.float32)
-        stream = round_to(round_to(total, dtype).to(tl.float32) + residual, dtype)
+        stream, y = added_and_normed(total, residual, weight, HIDDEN, eps, dtype)
         tl.store(stream_ptr + i, stream, inside)
-        x = stream.to(tl.float32)
-        y = round_to(x * tl.rsqrt(tl.sum(x * x) / HIDDEN + eps), dtype).to(tl.float32)
-        tl.store(out_ptr + i, round_to(y * weight, dtype), inside)
+        tl.store(out_ptr + i, y, inside)
     tl.store(count, call)
 
 # %% ../nbs/06_distributed.ipynb #85563bde
@@ -459,6 +477,89 @@ def sum_add_norm(
         out, stream, residual, weight, addresses, num_rows, eps, rank, place, world_size,
         hidden_size, block, SUM_PROGRAMS, sum_flags_start(world_size),
         num_warps=8 if block <= 8192 else 16, **early_launch(residual.device),
+    )
+    return out, stream
+
+# %% ../nbs/06_distributed.ipynb #1f97a5bf
+SCATTER_ROWS = 2048  # of a part whose rows go to their owners, at least
+
+
+class ScatteredPart(NamedTuple):
+    "A rank's part of a sum, whose rows stand with the ranks that own them"
+
+    targets: list[torch.Tensor]  # for each rank its rows, `[rows, hidden_size]`
+
+# %% ../nbs/06_distributed.ipynb #4375c821
+@triton.jit(do_not_specialize=["num_rows", "first_row"])
+def scattered_add_norm_kernel(
+    stream_ptr, residual_ptr, weight_ptr,  # of this rank's rows
+    addresses_ptr,  # `[WORLD_SIZE]` int64, each rank's buffer
+    num_rows, first_row,  # of this rank
+    chunk,  # numbers of each rank's part of them that there is room for
+    eps, rank,
+    parts,  # bytes of a buffer in front of the parts
+    norms,  # bytes of a buffer in front of the norms of all rows
+    WORLD_SIZE: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,  # as before
+    PROGRAMS: tl.constexpr, FLAGS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr = False,
+):
+    "`sum_add_norm_kernel` of the rows that this rank owns; each row's norm goes to all"
+    pid, column = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
+    own = tl.load(addresses_ptr + rank)
+    flags = (own + FLAGS).to(tl.pointer_type(tl.int64))
+    dtype: tl.constexpr = stream_ptr.dtype.element_ty
+    mine = tl.multiple_of((own + parts).to(tl.pointer_type(dtype)), 16)
+    await_previous(PDL)
+    count = flags + PROGRAMS * WORLD_SIZE + pid
+    call = tl.load(count) + 1
+    say_and_wait(flags, addresses_ptr, call, rank, WORLD_SIZE, FLAGS)  # all products are there
+    for row in range(pid, num_rows, tl.num_programs(0)):
+        i = row * HIDDEN + column
+        total = tl.zeros((BLOCK,), tl.float32)
+        for r in tl.static_range(WORLD_SIZE):
+            total += tl.load(mine + r * chunk + i, inside, 0.0, cache_modifier=".cg").to(tl.float32)
+        residual = 0.0
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + i, inside, 0.0).to(tl.float32)
+        stream, y = added_and_normed(total, residual, weight, HIDDEN, eps, dtype)
+        tl.store(stream_ptr + i, stream, inside)
+        for r in tl.static_range(WORLD_SIZE):
+            theirs = (tl.load(addresses_ptr + r) + norms).to(tl.pointer_type(dtype))
+            tl.store(tl.multiple_of(theirs, 16) + first_row * HIDDEN + i, y, inside)
+    tl.debug_barrier()
+    say_and_wait(flags, addresses_ptr, call + 1, rank, WORLD_SIZE, FLAGS)  # all norms are there
+    tl.store(count, call + 1)
+
+# %% ../nbs/06_distributed.ipynb #5ad24e22
+def scattered_add_norm(
+    part: ScatteredPart,
+    residual: torch.Tensor | None,  # `[num_tokens, hidden_size]`, or this rank's rows of it; None: zeros
+    weight: torch.Tensor,  # `[hidden_size]`, of the norm
+    eps: float,
+    addresses: torch.Tensor,  # `[world_size]` int64, each rank's buffer as this rank reaches it
+    rank: int,
+    places: tuple[int, int],  # bytes of each buffer in front of the parts, and of the norms
+    out: torch.Tensor,  # `[num_tokens, hidden_size]`, where this rank's buffer holds the norms
+) -> tuple[torch.Tensor, torch.Tensor]:  # `out`; this rank's rows of the stream
+    "`sum_add_norm` of rows that have owners"
+    chunk, num_rows = len(part.targets[0]), len(part.targets[rank])
+    has_residual = residual is not None
+    if has_residual and len(residual) == len(out):
+        residual = residual[rank * chunk : rank * chunk + num_rows]
+    if has_residual and len(residual) != num_rows:
+        raise ValueError(f"a stream of {len(residual)} rows for {num_rows} of {len(out)}")
+    hidden_size, world_size, block = out.shape[1], len(addresses), triton.next_power_of_2(out.shape[1])
+    stream = out.new_empty(num_rows, hidden_size)
+    each_sm = max(1, min(4, 16384 // block))
+    programs = min(chunk, 132 * each_sm)  # as many on each rank, also on one that owns fewer rows
+    scattered_add_norm_kernel[(programs,)](
+        stream, residual.contiguous() if has_residual else stream, weight, addresses, num_rows,
+        rank * chunk, chunk * hidden_size, eps, rank, *places, world_size, hidden_size, block,
+        SUM_PROGRAMS, sum_flags_start(world_size), has_residual,
+        num_warps=8 if block <= 8192 else 16, **early_launch(out.device),
     )
     return out, stream
 
@@ -503,7 +604,7 @@ def rms_normed(numbers, weight, is_data, hidden: tl.constexpr, eps, dtype: tl.co
         result += (round_to(numbers[i] * scale, dtype).to(tl.float32) * weight[i],)
     return result
 
-# %% ../nbs/06_distributed.ipynb #93340a88
+# %% ../nbs/06_distributed.ipynb #604ae318
 @triton.jit
 def push_add_norm_kernel(
     out_ptr, stream_ptr, part_ptr, residual_ptr, weight_ptr,
@@ -516,6 +617,7 @@ def push_add_norm_kernel(
     ROWS: tl.constexpr,  # that a buffer has lines for, from each rank
     LINES: tl.constexpr,  # of a row in the buffer
     START: tl.constexpr,  # bytes of a buffer in front of them
+    HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
     "`sum_add_norm_kernel` of one row, whose parts are pushed in lines"
@@ -534,14 +636,15 @@ def push_add_norm_kernel(
     call = tl.load(count) + 1
     at = row * (HIDDEN // 4) + word
     part = tl.load(part_ptr.to(word64) + at, is_data, 0)
-    residual = four_of(tl.load(residual_ptr.to(word64) + at, is_data, 0), dtype)
+    zero = (0.0, 0.0, 0.0, 0.0)
+    residual = four_of(tl.load(residual_ptr.to(word64) + at, is_data, 0), dtype) if HAS_RESIDUAL else zero
     # push; lines of even and of odd sums lie apart
     place = ((call % 2 * WORLD_SIZE * ROWS + row) * LINES + line) * 16 + slot
     for r in tl.static_range(WORLD_SIZE):
         if r != rank:
             tl.store(starts[r] + place + rank * ROWS * LINES * 16, tl.where(slot < 14, part, call), used)
     # add, in the order of the ranks, what has come; -1 is the count of a rank that will never come
-    total = (0.0, 0.0, 0.0, 0.0)
+    total = zero
     for r in tl.static_range(WORLD_SIZE):
         words = part
         if r != rank:
@@ -553,14 +656,13 @@ def push_add_norm_kernel(
                 words = tl.load(lines, used, other=-1, volatile=True)
         n0, n1, n2, n3 = four_of(words, dtype)
         total = (total[0] + n0, total[1] + n1, total[2] + n2, total[3] + n3)
-    zero = (0.0, 0.0, 0.0, 0.0)
     stream = rounded_sums(rounded_sums(total, zero, dtype), residual, dtype)
     tl.store(stream_ptr.to(word64) + at, words_of(stream, dtype), is_data)
     y = rms_normed(stream, weight, is_data, HIDDEN, eps, dtype)
     tl.store(out_ptr.to(word64) + at, words_of(y, dtype), is_data)
     tl.store(count, call)
 
-# %% ../nbs/06_distributed.ipynb #2c95aeb7
+# %% ../nbs/06_distributed.ipynb #af3ef0a5
 def lines_of_row(hidden_size: int) -> int:
     "Lines for a row of numbers of 2 bytes"
     return triton.cdiv(hidden_size, 4 * 14)
@@ -581,7 +683,7 @@ def fits_lines(
 
 def push_add_norm(
     part: torch.Tensor,  # `[num_tokens, hidden_size]`, as `fits_lines` wants it
-    residual: torch.Tensor,  # like `part`, the same on every rank
+    residual: torch.Tensor | None,  # like `part`, the same on every rank; None: zeros
     weight: torch.Tensor,  # `[hidden_size]`, of the norm
     eps: float,
     addresses: torch.Tensor,  # `[world_size]` int64, each rank's buffer as this rank reaches it
@@ -589,12 +691,12 @@ def push_add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # the normalised stream; the stream
     "`sum_add_norm` of few rows, with one crossing"
     (num_rows, hidden_size), world_size = part.shape, len(addresses)
-    residual, used = residual.contiguous(), lines_of_row(hidden_size)
-    out, stream = torch.empty_like(residual), torch.empty_like(residual)
+    used, has_residual = lines_of_row(hidden_size), residual is not None
+    out, stream = torch.empty_like(part), torch.empty_like(part)
     push_add_norm_kernel[(num_rows,)](
-        out, stream, part, residual, weight, addresses, eps, rank, world_size, hidden_size,
-        used, triton.next_power_of_2(used), LINE_ROWS, ROW_LINES, lines_start(world_size),
-        num_warps=8, **early_launch(part.device),
+        out, stream, part, residual.contiguous() if has_residual else part, weight, addresses, eps, rank,
+        world_size, hidden_size, used, triton.next_power_of_2(used), LINE_ROWS, ROW_LINES,
+        lines_start(world_size), has_residual, num_warps=8, **early_launch(part.device),
     )
     return out, stream
 
@@ -611,7 +713,7 @@ def fits_words(shape: tuple, dtype: torch.dtype) -> bool:
     num_rows, size = shape
     return 0 < num_rows <= FEW_ROWS and 0 < size <= FEW_NUMBERS and dtype in (torch.bfloat16, torch.float16)
 
-# %% ../nbs/06_distributed.ipynb #db99a648
+# %% ../nbs/06_distributed.ipynb #5d8b0b5a
 class PeerMemory:
     "This rank's buffer, those of the others, and the sums through them"
 
@@ -622,9 +724,10 @@ class PeerMemory:
         addresses: torch.Tensor,  # `[world_size]` int64, each rank's buffer as this rank reaches it
         table: torch.Tensor | None = None,  # `[TABLE_BYTES]` uint8, rank 0's, as this rank reaches it
         whole_lines: bool = True,  # whether a line arrives as one, or not at all
+        first_places: list[torch.Tensor] | None = None,  # `[PLACE_BYTES]` uint8, each rank's place 0, as this rank reaches it
     ):
         self.rank, self.buffer, self.addresses = rank, buffer, addresses
-        self.table, self.whole_lines = table, whole_lines
+        self.table, self.whole_lines, self.first_places = table, whole_lines, first_places
         self.one = torch.ones(1, device=buffer.device)  # what is summed to meet the others
         self.flags = buffer[: flag_bytes(len(addresses))].view(torch.int64)
         start = region_bytes(len(addresses))
@@ -664,17 +767,42 @@ class PeerMemory:
             return None
         return self.buffer[start : start + nbytes].view(dtype).view(shape)
 
+    def scatter_targets(self, shape: tuple, dtype: torch.dtype) -> list[torch.Tensor] | None:
+        "For each rank, where in its place 0 the rows go that it owns, if all are reached and there is room"
+        (num_rows, hidden_size), world_size = shape, len(self.addresses)
+        rows = triton.cdiv(num_rows, world_size)
+        size = rows * hidden_size * dtype.itemsize
+        in_use = num_rows - (world_size - 1) * rows  # rows of the last rank
+        if self.first_places is None or in_use <= 0 or not 0 < world_size * size <= PLACE_BYTES:
+            return None
+        targets = []
+        for r, place in enumerate(self.first_places):
+            room = place[self.rank * size : (self.rank + 1) * size].view(dtype).view(rows, hidden_size)
+            targets.append(room if r + 1 < world_size else room[:in_use])
+        return targets
+
     def holds(self, part: torch.Tensor) -> bool:
         "Whether `part` stands in one of the places"
         return part.is_contiguous() and part.data_ptr() - self.buffer.data_ptr() in self.places
 
+    def add_scattered(self, part: ScatteredPart, residual, weight, eps) -> tuple:
+        "The norm of all rows, which stands until the next such sum, and this rank's rows of the new stream"
+        dtypes = {x.dtype for x in (*part.targets, residual, weight) if x is not None}
+        if len(dtypes) > 1:
+            raise ValueError(f"parts, stream and weight of several dtypes: {dtypes}")
+        out = self.place(1, (sum(map(len, part.targets)), len(weight)), weight.dtype)
+        return scattered_add_norm(part, residual, weight, eps, self.addresses, self.rank, self.places, out)
+
     def add_rms_norm(self, part, residual, weight, eps) -> tuple | None:
         "Norm and new stream in one kernel; None where there is none, or a push and the norm are faster"
-        if part.numel() <= PUSH_NUMBERS or not part.dtype == residual.dtype == weight.dtype:
+        if isinstance(part, ScatteredPart):
+            return self.add_scattered(part, residual, weight, eps)
+        dtypes = {x.dtype for x in (part, residual, weight) if x is not None}
+        if part.numel() <= PUSH_NUMBERS or len(dtypes) > 1:
             return None
         if self.whole_lines and fits_lines(part, len(self.addresses)):
             return push_add_norm(part, residual, weight, eps, self.addresses, self.rank)
-        if self.holds(part):
+        if residual is not None and self.holds(part):
             start = part.data_ptr() - self.buffer.data_ptr()
             return sum_add_norm(residual, weight, eps, self.addresses, self.rank, start)
         return None
@@ -842,7 +970,7 @@ def options_of(kind, **values):
         setattr(options, name, value)
     return options
 
-# %% ../nbs/06_distributed.ipynb #984b4e66
+# %% ../nbs/06_distributed.ipynb #5782605f
 MARK_SUMS = 16  # from one mark in the stream to the next
 MAX_MARKS = 5   # that the GPU may still have in front of it; with two sums a layer up to 48 layers
 
@@ -884,24 +1012,35 @@ class ProcessGroup(TensorParallelGroup):
         try:
             self.shared = share_memory(self.rank, self.world_size, self.store)
             own = RawMemory(self.shared[self.rank], buffer_bytes(self.world_size))
-            table = RawMemory(self.shared[0] + buffer_bytes(self.world_size), TABLE_BYTES)
-            buffer, table = (torch.as_tensor(raw, device=self.device) for raw in (own, table))
-            if table.data_ptr() != self.shared[0] + buffer_bytes(self.world_size):
-                table = None  # a copy on this GPU: torch takes the memory for another's
+            buffer = torch.as_tensor(own, device=self.device)
+            table = self.reach([self.shared[0] + buffer_bytes(self.world_size)], TABLE_BYTES)
+            start = place_start(self.world_size, 0)
+            places = self.reach([address + start for address in self.shared], PLACE_BYTES)
             addresses = torch.tensor(self.shared, device=self.device)
             whole_lines = sends_whole_lines(self.device.index - self.rank, self.world_size)
-            peers = PeerMemory(self.rank, buffer, addresses, table, whole_lines)
+            peers = PeerMemory(self.rank, buffer, addresses, table and table[0], whole_lines, places)
         except (ImportError, RuntimeError) as error:
             logger.warning("no short way between the GPUs: %s", error)
         # what one rank lacks, none uses; and behind this everybody's buffer is all zeros, and may be written
-        mine = [0.0] * 3 if peers is None else [1.0, float(peers.table is not None), float(peers.whole_lines)]
-        ready = self.all_reduce(torch.tensor(mine, device=self.device)).tolist()
-        memory, table, whole_lines = (count == self.world_size for count in ready)
+        mine = [False] * 4
+        if peers is not None:
+            mine = [True, peers.table is not None, peers.whole_lines, peers.first_places is not None]
+        ready = self.all_reduce(torch.tensor([float(has) for has in mine], device=self.device)).tolist()
+        memory, table, whole_lines, places = (count == self.world_size for count in ready)
         if memory:
             self.peers, peers.whole_lines = peers, whole_lines
             if not table:
                 peers.table = None
                 logger.warning("no table on rank 0 that all GPUs can write: logits are gathered")
+            if not places:
+                peers.first_places = None
+                logger.warning("a product can't write into another GPU's memory: parts of long sums stay where they are")
+
+    def reach(self, addresses: list[int], nbytes: int) -> list[torch.Tensor] | None:
+        "Memory of any rank's GPU as tensors; None if torch would copy it here, taking it for another GPU's"
+        tensors = [torch.as_tensor(RawMemory(address, nbytes), device=self.device) for address in addresses]
+        reached = all(tensor.data_ptr() == address for tensor, address in zip(tensors, addresses))
+        return tensors if reached else None
 
     def _run(self, collective, *args):
         "Issue a collective; on a GPU it is the stream that waits for it"
@@ -954,12 +1093,22 @@ class ProcessGroup(TensorParallelGroup):
 
     def add_rms_norm(self, part, residual, norm):
         result = None
+        if isinstance(part, torch.Tensor) and part.dtype == norm.weight.dtype:
+            targets = self.scatter_targets(part.shape, part.dtype)
+            if targets is not None:  # not by what made it
+                for target, rows in zip(targets, part.split(len(targets[0]))):
+                    target.copy_(rows)
+                part = ScatteredPart(targets)
         if self.peers is not None:
             result = self.peers.add_rms_norm(part, residual, norm.weight, norm.eps)
         if result is None:
             return super().add_rms_norm(part, residual, norm)
         self.keep_pace()
         return result
+
+    def scatter_targets(self, shape, dtype):
+        long = self.peers is not None and shape[0] >= SCATTER_ROWS
+        return self.peers.scatter_targets(shape, dtype) if long else None
 
     def push_target(self, shape, dtype):
         target = None if self.peers is None else self.peers.push_target(shape, dtype)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minivllm.distributed import PushTarget, place_start
+from minivllm.distributed import PushTarget, ScatteredPart, place_start
 
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -99,6 +99,12 @@ def rms_norm_triton(launch, dtype, size, tokens):
 def add_rms_norm_triton(launch, dtype, size, tokens):
     x, residual = empty(2, tokens, size, dtype=dtype)
     launch(x, residual, empty(size, dtype=dtype), 1e-6)
+
+
+@launcher("minivllm.layers.embedding_head", size=HIDDEN, tokens=(1, 16384), rank=(0, 1))
+def embed_part_triton(launch, dtype, size, tokens, rank):
+    ids, rows = integers(tokens + 1, dtype=torch.int64), 75968
+    launch(ids[1:], empty(rows, size, dtype=dtype), rank * rows, (rank + 1) * rows)
 
 
 @launcher("minivllm.layers.sampler", vocab_size=(151936, 49152, 32001, 100), rows=(256, 1), filters=("", "kpm", "k", "p"))
@@ -228,6 +234,16 @@ def sum_add_norm(launch, dtype, size, world_size, tokens):
     addresses = integers(world_size, dtype=torch.int64)
     for which in (0, 1):
         launch(empty(tokens, size, dtype=dtype), empty(size, dtype=dtype), 1e-6, addresses, 1, place_start(world_size, which))
+
+
+@launcher("minivllm.distributed", size=HIDDEN, world_size=(2, 3, 8), tokens=(2048, 8192))
+def scattered_add_norm(launch, dtype, size, world_size, tokens):
+    rows, rank = -(-tokens // world_size), world_size - 1
+    targets = [empty(rows if r < rank else tokens - rank * rows, size, dtype=dtype) for r in range(world_size)]
+    places = [place_start(world_size, which) for which in (0, 1)]
+    for stream_rows in (tokens, len(targets[rank])):
+        stream, weight = empty(stream_rows, size, dtype=dtype), empty(size, dtype=dtype)
+        launch(ScatteredPart(targets), stream, weight, 1e-6, integers(world_size, dtype=torch.int64), rank, places, empty(tokens, size, dtype=dtype))
 
 
 DTYPES_OF_WORDS = torch.bfloat16, torch.float16

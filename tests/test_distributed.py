@@ -14,9 +14,9 @@ import torch
 
 from minivllm import distributed
 from minivllm.distributed import (
-    FEW_NUMBERS, FEW_PROGRAMS, FEW_ROWS, LINE_ROWS, MARK_SUMS, MAX_MARKS, MAX_PROGRAMS, PLACE_BYTES, PUSH_BLOCK, PUSH_NUMBERS, REGION_BYTES, SINGLE, SUM_PROGRAMS,
-    TABLE_BYTES, PeerMemory, PretendGroup, ProcessGroup, PushTarget, TensorParallelGroup, buffer_bytes, divide, environment, few_start,
-    fits_lines, leave_memory, lines_of_row, open_store, region_bytes, run_ranks, sends_whole_lines, share_memory,
+    FEW_NUMBERS, FEW_PROGRAMS, FEW_ROWS, LINE_ROWS, MARK_SUMS, MAX_MARKS, MAX_PROGRAMS, PLACE_BYTES, PUSH_BLOCK, PUSH_NUMBERS, REGION_BYTES, SCATTER_ROWS, SINGLE,
+    SUM_PROGRAMS, TABLE_BYTES, PeerMemory, PretendGroup, ProcessGroup, PushTarget, ScatteredPart, TensorParallelGroup, buffer_bytes, divide, environment, few_start,
+    fits_lines, leave_memory, lines_of_row, open_store, place_start, region_bytes, run_ranks, sends_whole_lines, share_memory,
 )
 from minivllm.engine.worker import WorkerError
 from minivllm.kernels.common import triton
@@ -189,11 +189,13 @@ def test_sums_through_peer_memory(ranks, way):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_norm_of_a_sum(n):
+@pytest.mark.parametrize("first", [False, True])
+def test_norm_of_a_sum(n, first):
     parts, residual, weight = norm_input(n, 0, 4, 6, torch.float32)
+    given, residual = None if first else residual, residual * (not first)
     norm = RMSNorm(6, 1e-5).requires_grad_(False)
     norm.weight.copy_(weight)
-    for normed, stream in run_ranks(lambda tp: tp.add_rms_norm(parts[tp.rank], residual, norm), n):
+    for normed, stream in run_ranks(lambda tp: tp.add_rms_norm(parts[tp.rank], given, norm), n):
         torch.testing.assert_close(stream, residual + parts.sum(0))
         torch.testing.assert_close(normed, norm(stream))
 
@@ -224,11 +226,71 @@ def test_sums_with_norms_through_peer_memory(ranks, late, way, steps):
         results = ranks.run("peer_norms", names, steps, late, way)
     for call, (step, pairs) in enumerate(zip(steps, zip(*results))):
         parts, residual, weight = norm_input(3, call, *step)
+        if way == "pushed" and call % 3 == 2:
+            residual = torch.zeros_like(residual)
         total = sum(part.float() for part in parts).to(residual.dtype)  # in the order of the ranks
         for ours, expected in zip(pairs[0], add_rms_norm_torch(total, residual, weight, 1e-5)):
             np.testing.assert_allclose(ours, expected.float(), rtol=1e-5 if step[2] == FP32 else 1e-2, atol=1e-5)
         assert np.array_equal(pairs[0][1], (residual + total).float())
         assert all(np.array_equal(a, b) for pair in pairs for a, b in zip(pair, pairs[0]))
+
+
+# whose rows have owners: as many each, one rank fewer, one row each; then parts that stay whole, and parts that go again
+SCATTER_STEPS = [(9, 24, 16, FP32), (8, 24, 8, BF16), (140, 16, 16, BF16), (7, 100, 24, FP32), (5, 24, 16, FP32), (6, 24, 16, FP16), (7, 24, 16, BF16)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and want GPUs that reach each other")
+@pytest.mark.parametrize("late", [0, 2])
+def test_rows_are_summed_by_their_owners(late, monkeypatch):
+    "Every rank gets the norm of all rows, and of the stream the rows that it owns; whoever is late"
+    monkeypatch.setattr(distributed, "SCATTER_ROWS", SCATTER_ROWS)  # to be given back: this process is rank 0
+    fresh = Ranks(3)  # a group with peers
+    try:
+        with segments_of(*[buffer_bytes(3)] * 3) as names:
+            results = fresh.run("scattered_norms", names, SCATTER_STEPS, late)
+    finally:
+        fresh.tp.peers = None
+        fresh.close()
+    for call, (rows, hidden, _, dtype) in enumerate(SCATTER_STEPS):
+        _, stream, weight = norm_input(3, call, rows, hidden, dtype)
+        stream = stream if call % 2 else torch.zeros_like(stream)
+        for branch in range(3):
+            parts, normed, streams = zip(*(result[3 * call + branch] for result in results))
+            total = sum(torch.from_numpy(part) for part in parts).to(dtype)
+            expected, stream = add_rms_norm_torch(total, stream, weight, 1e-5)
+            owned = np.concatenate(streams) if rows >= 6 else streams[0]
+            tolerance = dict(rtol=1e-4 if dtype == FP32 else 2e-2, atol=1e-4 if dtype == FP32 else 3e-2)
+            np.testing.assert_allclose(owned, stream.float(), **tolerance)
+            np.testing.assert_allclose(normed[0], expected.float(), **tolerance)
+            assert all(np.array_equal(y, normed[0]) for y in normed)
+            assert [len(y) for y in streams] == ([-(-rows // 3)] * 2 + [rows - 2 * -(-rows // 3)] if rows >= 6 else [rows] * 3)
+            stream = torch.from_numpy(owned).to(dtype)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_where_rows_of_a_part_go():
+    buffers = [torch.zeros(buffer_bytes(2), dtype=torch.uint8) for _ in range(2)]
+    addresses, start = torch.tensor([buffer.data_ptr() for buffer in buffers]), place_start(2, 0)
+    places = [buffer[start : start + PLACE_BYTES] for buffer in buffers]
+    one, other = (PeerMemory(rank, buffers[rank], addresses, first_places=places) for rank in (0, 1))
+    shape = PLACE_BYTES // 8192, 4096
+    starts = [[target.data_ptr() - place.data_ptr() for target, place in zip(peers.scatter_targets(shape, BF16), places)] for peers in (one, other)]
+    assert starts == [[0, 0], [PLACE_BYTES // 2] * 2]  # each rank's part in a half of both places
+    assert [tuple(target.shape) for target in other.scatter_targets((7, 4096), BF16)] == [(4, 4096), (3, 4096)]
+    assert other.scatter_targets((shape[0] + 1, 4096), BF16) is None and one.scatter_targets((0, 8), BF16) is None
+    assert one.scatter_targets((1, 8), BF16) is None  # rank 1 would own no row
+    assert PeerMemory(0, buffers[0], addresses).scatter_targets((7, 8), BF16) is None
+    group = ProcessGroup(0, 1, open_store(1))
+    assert group.scatter_targets((SCATTER_ROWS, 8), BF16) is None
+    group.peers = one
+    assert group.scatter_targets((SCATTER_ROWS - 1, 8), BF16) is None
+    part = ScatteredPart(group.scatter_targets((SCATTER_ROWS, 8), BF16))
+    with pytest.raises(ValueError, match="several dtypes"):
+        one.add_rms_norm(part, torch.ones(SCATTER_ROWS, 8), torch.ones(8, dtype=BF16), 1e-5)
+    with pytest.raises(ValueError, match=f"a stream of 5 rows for {SCATTER_ROWS // 2} of {SCATTER_ROWS}"):
+        one.add_rms_norm(part, torch.ones(5, 8, dtype=BF16), torch.ones(8, dtype=BF16), 1e-5)
+    group.peers = None
+    group.close()
 
 
 PUSH_STEPS = [(1, 64, 32, BF16), (3, 2100, 16, BF16), (1, 2100, 48, FP16), (4, 7, 5, BF16), (2, 64, 32, BF16), (1, 1500, 16, BF16), (1, 2100, 16, BF16)]
@@ -455,11 +517,11 @@ def test_what_is_pushed_in_lines():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-@pytest.mark.parametrize("lacks", [None, "memory", "table", "whole lines", "memory here", "table here", "whole lines here"])
+@pytest.mark.parametrize("lacks", [None, "memory", "table", "whole lines", "places", "memory here", "table here", "whole lines here", "places here"])
 def test_what_one_rank_lacks_none_uses(lacks, monkeypatch):
     group = ProcessGroup(0, 1, open_store(1))
     group.world_size = 2
-    group.all_reduce = lambda x: x + x.new_tensor([lacks != name for name in ("memory", "table", "whole lines")])  # of the other
+    group.all_reduce = lambda x: x + x.new_tensor([lacks != name for name in ("memory", "table", "whole lines", "places")])  # of the other
     memory, asked = torch.zeros(buffer_bytes(2, with_table=True), dtype=torch.uint8), []
 
     def share_memory(rank, world_size, store):
@@ -471,7 +533,7 @@ def test_what_one_rank_lacks_none_uses(lacks, monkeypatch):
         start, (size,) = about["data"][0] - memory.data_ptr(), about["shape"]
         asked.append((start, size))
         part = memory[start : start + size]
-        return part.clone() if lacks == "table here" and len(asked) == 2 else part
+        return part.clone() if (lacks, len(asked)) in (("table here", 2), ("places here", 4)) else part
 
     monkeypatch.setattr(distributed, "share_memory", share_memory)
     monkeypatch.setattr(distributed, "sends_whole_lines", lambda first, world_size: lacks != "whole lines here")
@@ -483,7 +545,8 @@ def test_what_one_rank_lacks_none_uses(lacks, monkeypatch):
     what = (lacks or "").removesuffix(" here")
     assert (group.peers is None) == (what == "memory")
     if group.peers is not None:
-        assert asked == [(0, buffer_bytes(2)), (buffer_bytes(2), TABLE_BYTES)]
+        assert asked == [(0, buffer_bytes(2)), (buffer_bytes(2), TABLE_BYTES), *[(place_start(2, 0), PLACE_BYTES)] * 2]
+        assert (group.scatter_targets((SCATTER_ROWS, 8), FP32) is None) == (what == "places")
         assert (group.columns((2, 3), FP32) is None) == (what == "table") and group.peers.whole_lines == (what != "whole lines")
     group.world_size, group.shared, group.device = 1, None, torch.device("cpu")
     group.close()
@@ -581,12 +644,32 @@ def test_released_sums_with_norms_wait_for_nobody(dtype, monkeypatch):
             assert peers.add_rms_norm(peers.place(which, (140, 4), dtype), residual, torch.ones(4, dtype=dtype), 1e-5) is not None
         done.set()
 
-    thread = threading.Thread(target=twice, daemon=True)
+    wait_until_released(twice, peers, done)
+
+
+def wait_until_released(fn, peers, done):
+    thread = threading.Thread(target=fn, daemon=True)
     thread.start()
     assert not done.wait(0.5)  # rank 1 never comes
     peers.release()
     assert done.wait(30)
     thread.join()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_released_owners_wait_for_nobody():
+    buffers, start = [torch.zeros(buffer_bytes(2), dtype=torch.uint8) for _ in range(2)], place_start(2, 0)
+    places = [buffer[start : start + PLACE_BYTES] for buffer in buffers]
+    peers = PeerMemory(0, buffers[0], torch.tensor([buffer.data_ptr() for buffer in buffers]), first_places=places)
+    done, stream = threading.Event(), torch.ones(9, 4)
+
+    def twice():
+        for _ in range(2):
+            part = ScatteredPart(peers.scatter_targets((9, 4), FP32))
+            assert len(peers.add_rms_norm(part, stream, torch.ones(4), 1e-5)[1]) == 5
+        done.set()
+
+    wait_until_released(twice, peers, done)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")

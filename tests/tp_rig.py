@@ -5,9 +5,10 @@ from multiprocessing import shared_memory
 import torch
 
 from minivllm import distributed
-from minivllm.distributed import PeerMemory, ProcessGroup, buffer_bytes, open_store
+from minivllm.distributed import PLACE_BYTES, PeerMemory, ProcessGroup, buffer_bytes, open_store, place_start
 from minivllm.engine.worker import Workers
 from minivllm.kernels.decode_push import linear_sum
+from minivllm.layers.layernorm import RMSNorm
 from minivllm.layers.linear import RowParallelLinear
 
 
@@ -77,7 +78,10 @@ def peers_of(tp, names):
     segments = [shared_memory.SharedMemory(name) for name in names]
     buffers = [torch.frombuffer(segment.buf, dtype=torch.uint8)[: buffer_bytes(len(names))] for segment in segments]
     table = torch.frombuffer(segments[0].buf, dtype=torch.uint8)[buffer_bytes(len(names)) : buffer_bytes(len(names), with_table=True)]
-    peers = PeerMemory(tp.rank, buffers[tp.rank], torch.tensor([buffer.data_ptr() for buffer in buffers]), table if len(table) else None)
+    start = place_start(len(names), 0)
+    places = [buffer[start : start + PLACE_BYTES] for buffer in buffers]
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
+    peers = PeerMemory(tp.rank, buffers[tp.rank], addresses, table if len(table) else None, first_places=places)
     keep.append((segments, buffers, table))  # views of the segments must not outlive them
     tp.all_reduce(torch.ones(1))  # nobody's flags are reset any more
     return peers
@@ -107,14 +111,39 @@ def peer_norms(tp, names, steps, late, way):
         part = peers.place(call % 2, (rows, hidden), dtype)
         part.copy_(parts[tp.rank])
         assert peers.holds(part)
-        given, rest = residual.clone(), (residual, weight, 1e-5, peers.addresses, tp.rank)
+        if way == "pushed" and call % 3 == 2:
+            residual = None  # the first sum of a step
+        given, rest = None if residual is None else residual.clone(), (residual, weight, 1e-5, peers.addresses, tp.rank)
         if way == "pushed":
             assert distributed.fits_lines(part, len(names))
             normed, stream = distributed.push_add_norm(part, *rest)
         else:
             normed, stream = distributed.sum_add_norm(*rest, peers.places[call % 2])
-        assert torch.equal(residual, given)
+        assert residual is None or torch.equal(residual, given)
         results.append((normed.float().numpy(), stream.float().numpy()))
+    return results
+
+
+def scattered_norms(tp, names, steps, late):
+    "Branches of decoder layers, in the interpreter: by product, by product, by anything else; long ones go to the rows' owners"
+    tp.peers, distributed.SCATTER_ROWS = peers_of(tp, names), 6  # the test gives it back
+    results = []
+    for call, (rows, hidden, inputs, dtype) in enumerate(steps):
+        xs, residual, weight = norm_input(len(names), call, rows, hidden, dtype)
+        norm, g = RMSNorm(hidden, 1e-5).requires_grad_(False).to(dtype), torch.Generator().manual_seed(tp.rank)
+        norm.weight.copy_(weight)
+        x, residual = xs[tp.rank], residual if call % 2 else None
+        for place in (0, 1, None):
+            tp.rank == late and time.sleep(0.05)  # the others would have come and gone
+            layer = RowParallelLinear(inputs * len(names), hidden, bias=True, tp=tp, place=place).to(dtype)
+            layer.weight.copy_(torch.randn(hidden, inputs, generator=g) / 4)
+            layer.bias.fill_(0.25)
+            x = x[:, :inputs].contiguous()
+            part = x.repeat(1, hidden)[:, :hidden] if place is None else layer(x)
+            plain = part if place is None else torch.nn.functional.linear(x, layer.weight, layer.bias if tp.rank == 0 else None)
+            assert isinstance(part, distributed.ScatteredPart) == (place is not None and rows >= 6)
+            x, residual = tp.add_rms_norm(part, residual, norm)
+            results.append([y.float().numpy().copy() for y in (plain, x, residual)])
     return results
 
 

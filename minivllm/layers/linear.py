@@ -7,12 +7,12 @@ __all__ = ['MIN_ONEDNN_SIZE', 'PACK_FOR_ROWS', 'uses_onednn', 'linear', 'refuse_
            'load_whole', 'LinearBase', 'ReplicatedLinear', 'ColumnParallelLinear', 'linear_into', 'RowParallelLinear',
            'MergedColumnParallelLinear', 'kv_heads_per_rank', 'QKVParallelLinear']
 
-# %% ../../nbs/07_layers.linear.ipynb #2038cbb5
+# %% ../../nbs/07_layers.linear.ipynb #9229e74f
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..distributed import SINGLE, divide
+from ..distributed import SINGLE, ScatteredPart, divide
 
 # %% ../../nbs/07_layers.linear.ipynb #e2933499
 MIN_ONEDNN_SIZE = 1 << 17  # elements; for smaller weights oneDNN's preparations take too long
@@ -143,7 +143,7 @@ class ColumnParallelLinear(LinearBase):
         rows = param.shape[0]
         copy_shard(param.data, loaded, 0, rows * self.tp.world_size, rows * self.tp.rank)
 
-# %% ../../nbs/07_layers.linear.ipynb #c7e5cabe
+# %% ../../nbs/07_layers.linear.ipynb #b0ef5927
 def linear_into(
     out: torch.Tensor,  # `[num_tokens, output_size]`
     x: torch.Tensor,  # `[num_tokens, input_size]`
@@ -181,7 +181,15 @@ class RowParallelLinear(LinearBase):
         bias = self.bias if self.tp.rank == 0 else None
         if self.place is None:
             return self.tp.all_reduce(linear(x, self.weight, bias))
-        out = self.tp.place(self.place, (len(x), len(self.weight)), x.dtype)
+        shape = len(x), len(self.weight)
+        targets = self.tp.scatter_targets(shape, x.dtype)
+        if targets is not None:
+            rows = x.split(len(targets[0]))
+            for i in range(1, len(targets) + 1):
+                r = (self.tp.rank + i) % len(targets)  # its own last: what goes to others has time to arrive
+                linear_into(targets[r], rows[r], self.weight, bias)
+            return ScatteredPart(targets)
+        out = self.tp.place(self.place, shape, x.dtype)
         if out is None:
             return linear(x, self.weight, bias)
         return linear_into(out, x, self.weight, bias)

@@ -125,7 +125,7 @@ class LlamaMLP(nn.Module):
         x = norm_gate_up_silu(stream, norm.weight, norm.eps, gate_up.weight, gate_up.bias)
         return add_product(self.down_proj, stream, x)
 
-# %% ../../nbs/20_models.llama.ipynb #33dd8070
+# %% ../../nbs/20_models.llama.ipynb #7bd1cf96
 class LlamaDecoderLayer(nn.Module):
     "Norm, attention, norm, MLP; what a branch adds to the stream is summed over the ranks and added by the norm that follows"
 
@@ -137,17 +137,13 @@ class LlamaDecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,  # `[num_tokens, hidden_size]`, this rank's part of what the previous layer adds to the stream
-        residual: torch.Tensor | None,  # the stream, like `x`; None before the first layer
+        x: torch.Tensor,  # `[num_tokens, hidden_size]`, this rank's part of what was added to the stream last, by the embedding or a layer
+        residual: torch.Tensor | None,  # the stream in front of that; None, as good as zeros, before the first layer
         positions: torch.Tensor,  # `[num_tokens]`
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # (this rank's part of what this layer adds, the stream)
         "One layer"
-        # the first stream is the embedding itself, not its norm
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.tp.add_rms_norm(x, residual, self.input_layernorm)
+        x, residual = self.tp.add_rms_norm(x, residual, self.input_layernorm)
         x = self.self_attn(x, positions, ctx)
         x, residual = self.tp.add_rms_norm(x, residual, self.post_attention_layernorm)
         return self.mlp(x), residual
@@ -159,7 +155,7 @@ class LlamaDecoderLayer(nn.Module):
             return self.mlp.add_to(stream, self.post_attention_layernorm)
         return stream + self.tp.all_reduce(self.mlp(self.post_attention_layernorm(stream)))
 
-# %% ../../nbs/20_models.llama.ipynb #e38acbb7
+# %% ../../nbs/20_models.llama.ipynb #744c67ad
 class LlamaModel(nn.Module):
     "Embedding, decoder layers, last norm"
 
@@ -179,8 +175,9 @@ class LlamaModel(nn.Module):
         self.norm, self.tp = RMSNorm(config.hidden_size, config.rms_norm_eps), tp
 
     def forward(self, token_ids, positions, ctx):
-        x, residual = self.embed_tokens(token_ids), None
+        x, residual = self.embed_tokens.part(token_ids), None
         if self.has_few_rows(x):
+            x = self.tp.all_reduce(x)
             for layer in self.layers:
                 x = layer.add_to(x, positions, ctx)
             return self.norm(x)

@@ -480,8 +480,8 @@ def sum_add_norm(
     )
     return out, stream
 
-# %% ../nbs/06_distributed.ipynb #1f97a5bf
-SCATTER_ROWS = 2048  # of a part whose rows go to their owners, at least
+# %% ../nbs/06_distributed.ipynb #4a4cda46
+SCATTER_ROWS = 4096  # of a part whose rows go to their owners, at least
 
 
 class ScatteredPart(NamedTuple):
@@ -533,7 +533,7 @@ def scattered_add_norm_kernel(
     say_and_wait(flags, addresses_ptr, call + 1, rank, WORLD_SIZE, FLAGS)  # all norms are there
     tl.store(count, call + 1)
 
-# %% ../nbs/06_distributed.ipynb #5ad24e22
+# %% ../nbs/06_distributed.ipynb #4872f908
 def scattered_add_norm(
     part: ScatteredPart,
     residual: torch.Tensor | None,  # `[num_tokens, hidden_size]`, or this rank's rows of it; None: zeros
@@ -553,7 +553,8 @@ def scattered_add_norm(
         raise ValueError(f"a stream of {len(residual)} rows for {num_rows} of {len(out)}")
     hidden_size, world_size, block = out.shape[1], len(addresses), triton.next_power_of_2(out.shape[1])
     stream = out.new_empty(num_rows, hidden_size)
-    each_sm = max(1, min(4, 16384 // block))
+    # all must find a place at once: they wait for those of the other ranks; more ranks take more registers
+    each_sm = max(1, min(4, 16384 // block) // (1 if world_size == 2 else 2))
     programs = min(chunk, 132 * each_sm)  # as many on each rank, also on one that owns fewer rows
     scattered_add_norm_kernel[(programs,)](
         stream, residual.contiguous() if has_residual else stream, weight, addresses, num_rows,
@@ -713,7 +714,7 @@ def fits_words(shape: tuple, dtype: torch.dtype) -> bool:
     num_rows, size = shape
     return 0 < num_rows <= FEW_ROWS and 0 < size <= FEW_NUMBERS and dtype in (torch.bfloat16, torch.float16)
 
-# %% ../nbs/06_distributed.ipynb #5d8b0b5a
+# %% ../nbs/06_distributed.ipynb #61b24313
 class PeerMemory:
     "This rank's buffer, those of the others, and the sums through them"
 
@@ -802,6 +803,8 @@ class PeerMemory:
             return None
         if self.whole_lines and fits_lines(part, len(self.addresses)):
             return push_add_norm(part, residual, weight, eps, self.addresses, self.rank)
+        if residual is not None and residual.shape != part.shape:
+            raise ValueError(f"a part {tuple(part.shape)} and a stream {tuple(residual.shape)}")
         if residual is not None and self.holds(part):
             start = part.data_ptr() - self.buffer.data_ptr()
             return sum_add_norm(residual, weight, eps, self.addresses, self.rank, start)
@@ -970,7 +973,7 @@ def options_of(kind, **values):
         setattr(options, name, value)
     return options
 
-# %% ../nbs/06_distributed.ipynb #5782605f
+# %% ../nbs/06_distributed.ipynb #a95a6393
 MARK_SUMS = 16  # from one mark in the stream to the next
 MAX_MARKS = 5   # that the GPU may still have in front of it; with two sums a layer up to 48 layers
 
@@ -1048,11 +1051,11 @@ class ProcessGroup(TensorParallelGroup):
         if work is not None:
             work.wait()
 
-    def keep_pace(self):
-        "Wait until this GPU has done what was issued many sums ago"
-        self.num_sums += 1
-        counts = self.device.type == "cuda" and self.num_sums % MARK_SUMS == 0
-        if not counts or torch.cuda.is_current_stream_capturing():
+    def keep_pace(self, products=1):
+        "Wait until this GPU has done what was issued many sums ago; one behind several products counts as several"
+        before, self.num_sums = self.num_sums, self.num_sums + products
+        passed = before // MARK_SUMS < self.num_sums // MARK_SUMS
+        if self.device.type != "cuda" or not passed or torch.cuda.is_current_stream_capturing():
             return
         self.marks.append(torch.cuda.current_stream(self.device).record_event())
         if len(self.marks) > MAX_MARKS:
@@ -1103,7 +1106,7 @@ class ProcessGroup(TensorParallelGroup):
             result = self.peers.add_rms_norm(part, residual, norm.weight, norm.eps)
         if result is None:
             return super().add_rms_norm(part, residual, norm)
-        self.keep_pace()
+        self.keep_pace(self.world_size if isinstance(part, ScatteredPart) else 1)
         return result
 
     def scatter_targets(self, shape, dtype):

@@ -35,13 +35,9 @@ class Launcher:
         return getattr(importlib.import_module(self.module), self.name)
 
     def cases(self):
-        "Every combination in the first dtype, the first in the others; in float32 attention for each head_dim"
-        rows = [dict(zip(self.values, row)) for row in itertools.product(*self.values.values())]
-        for dtype in self.dtypes:
-            for row in rows:
-                head_dim = row["head_dim"] if self.attention and dtype == torch.float32 else rows[0].get("head_dim")
-                if dtype == self.dtypes[0] or row == rows[0] | {"head_dim": head_dim}:
-                    yield row | {"dtype": dtype}
+        "Every combination of values in each dtype; `kernel_targets.select` says what is compiled of it"
+        for dtype, *row in itertools.product(self.dtypes, *self.values.values()):
+            yield dict(zip(self.values, row)) | {"dtype": dtype}
 
     def call(self, **case):
         self.example(self.find(), **case)
@@ -190,7 +186,7 @@ def route_triton(launch, dtype, sizes, tokens, normalize):
     launch(empty(tokens, sizes[2], dtype=dtype), sizes[3], normalize)
 
 
-@launcher("minivllm.kernels.fused_moe", sizes=EXPERTS, tokens=MOE_TOKENS, tile=(16, 128))
+@launcher("minivllm.kernels.fused_moe", DTYPES[:1], sizes=EXPERTS, tokens=MOE_TOKENS, tile=(16, 128))
 def align_triton(launch, dtype, sizes, tokens, tile):
     launch(integers(tokens, sizes[3]), sizes[2], tile)
 
@@ -241,8 +237,8 @@ def scattered_add_norm(launch, dtype, size, world_size, tokens):
     rows, rank = -(-tokens // world_size), world_size - 1
     targets = [empty(rows if r < rank else tokens - rank * rows, size, dtype=dtype) for r in range(world_size)]
     places = [place_start(world_size, which) for which in (0, 1)]
-    for stream_rows in (tokens, len(targets[rank])):
-        stream, weight = empty(stream_rows, size, dtype=dtype), empty(size, dtype=dtype)
+    for stream_rows in (tokens, len(targets[rank]), None):
+        stream, weight = None if stream_rows is None else empty(stream_rows, size, dtype=dtype), empty(size, dtype=dtype)
         launch(ScatteredPart(targets), stream, weight, 1e-6, integers(world_size, dtype=torch.int64), rank, places, empty(tokens, size, dtype=dtype))
 
 
@@ -252,7 +248,8 @@ DTYPES_OF_WORDS = torch.bfloat16, torch.float16
 @launcher("minivllm.distributed", DTYPES_OF_WORDS, size=HIDDEN, world_size=(2, 3, 8), rank=(0, 1, 2))
 def push_add_norm(launch, dtype, size, world_size, rank):
     part = empty(16, size, dtype=dtype)
-    launch(part, part, empty(size, dtype=dtype), 1e-6, integers(world_size, dtype=torch.int64), min(rank, world_size - 1))
+    for residual in (part, None):
+        launch(part, residual, empty(size, dtype=dtype), 1e-6, integers(world_size, dtype=torch.int64), min(rank, world_size - 1))
 
 
 @launcher("minivllm.distributed", DTYPES[:1], world_size=(2, 8))

@@ -172,7 +172,7 @@ class Launch:
     args: tuple
     kwargs: dict
     grid: tuple
-    key: tuple  # tells configurations apart: target, kernel, types and tile
+    key: tuple  # tells configurations apart: target, kernel, dtype of the case, types and tile
     tile: dict  # the kernel's constants, and how many warps and stages
     hints: int  # arguments that Triton knows to be divisible by 16: copies are pipelined, in shared memory
 
@@ -184,6 +184,10 @@ class Launch:
         "Grows with the tile: to compare launches of one kernel. Among equals, one with all optional pointers"
         sizes = [v for v in self.tile.values() if isinstance(v, int) and v > 0]
         return math.prod(sizes), -sum(v is None for v in self.tile.values()), self.case["dtype"].itemsize
+
+    @property
+    def main_dtype(self):
+        return self.case["dtype"] == LAUNCHERS[self.op].dtypes[0]
 
 
 def check_launch(kernel, bound, grid):
@@ -209,7 +213,7 @@ def recorder(launches, op, case, target):
         tile |= {k: v for k, v in options.items() if k in ("num_warps", "num_stages", "num_ctas", "maxnreg")}
         types, hints = zip(*((str(s[0]), s[1]) for s in specialization))
         types = tuple(t for t in types if t[0] == "*" or t.startswith("tensordesc"))
-        key = (target, kernel.module, kernel.__name__, types, str(tile))
+        key = (target, kernel.module, kernel.__name__, case["dtype"], types, str(tile))
         launches.append(Launch(op, case, target, kernel, args, kwargs, grid, key, tile, sum(h == "D" for h in hints)))
 
     return run
@@ -237,19 +241,31 @@ def record(launcher, target):
 
 
 def largest(launches):
-    "Of every kernel the largest tile for each target: for each head_dim in attention, else in each mode of its code"
+    "Of every kernel the largest tile for each target and dtype: for each head_dim in attention, else in each mode of its code"
     best = {}
     for launch in launches:
         if LAUNCHERS[launch.op].attention:
-            if launch.case["dtype"] == torch.float32:
-                continue  # for comparisons, not for speed, and slow to compile
             part = launch.case["head_dim"]
         else:
             part = tuple(v for v in launch.tile.values() if isinstance(v, (str, bool)))
-        group = (launch.op, launch.kernel.__name__, launch.target, part)
+        group = (launch.op, launch.kernel.__name__, launch.target, launch.case["dtype"], part)
         if group not in best or launch.rank() > best[group].rank():
             best[group] = launch
     return list(best.values())
+
+
+MAIN_TARGET = 90
+
+
+def select(launches, everything=False):
+    "The largest tiles of every dtype, in all but a launcher's first for one target only; or every configuration of the first, the largest tiles of the others"
+    main = [launch for launch in launches if launch.main_dtype]
+    others = largest(launch for launch in launches if not launch.main_dtype)
+    if everything:
+        return main + others
+    # Another dtype changes loads and conversions, for every target in much the same way; compiling
+    # all of them for all six would triple the CPU time of these tests (475 s instead of 150 s).
+    return largest(main) + [launch for launch in others if launch.target == MAIN_TARGET]
 
 
 MATRIX = {"wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma", "mma": r"mma\.sync"}
@@ -381,7 +397,7 @@ def table(rows):
 
 def main():
     parser = argparse.ArgumentParser(description="Compile the package's Triton kernels for GPUs that are not here")
-    parser.add_argument("--all", action="store_true", help="every configuration, not only the largest tiles")
+    parser.add_argument("--all", action="store_true", help="every configuration, not only the largest tiles; these in every dtype for every target")
     parser.add_argument("--launchers", nargs="*", help="only these")
     parser.add_argument("--targets", nargs="*", type=int, default=list(TARGETS), help="such as 90 for sm_90")
     parser.add_argument("--workers", type=int, default=2)
@@ -399,7 +415,7 @@ def main():
             except Exception as error:
                 rows.append(dict(op=chosen.name, kernel="-", target=target, limit=0, case={}, tile={}, grid=[], error=locate(error)))
             else:
-                launches += found if options.all else largest(found)
+                launches += select(found, options.all)
     print(f"{len(launches)} launches recorded in {time.perf_counter() - start:.1f} s", flush=True)
     if options.list:
         rows += map(describe, launches)

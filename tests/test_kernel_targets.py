@@ -16,7 +16,7 @@ import torch
 import kernel_targets
 import minivllm
 from kernel_launches import LAUNCHERS
-from kernel_targets import TARGETS, CudaTensor, complaint, pretend_gpu
+from kernel_targets import MAIN_TARGET, TARGETS, CudaTensor, complaint, pretend_gpu
 from minivllm.kernels.common import MissingTriton, can_launch, triton
 
 pytestmark = pytest.mark.skipif(isinstance(triton, MissingTriton), reason="Triton has no build for this machine")
@@ -34,7 +34,7 @@ def compile_kernels(folder, *options, limit=3600):
 
 @pytest.fixture(scope="module", params=["largest", pytest.param("all", marks=pytest.mark.slow)])
 def rows(request, tmp_path_factory):
-    "The largest tiles, or every configuration that a launcher chooses"
+    "The largest tiles, or every configuration that a launcher chooses: `kernel_targets.select`"
     options = ["--all"] if request.param == "all" else []
     return compile_kernels(tmp_path_factory.mktemp("kernels"), *options)
 
@@ -47,6 +47,15 @@ def test_compiles_and_fits(rows, name, target):
     assert found, "nothing was launched"
     complaints = [text for text in map(complaint, found) if text]
     assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize("name", PACKAGE)
+def test_every_kernel_is_compiled_in_the_dtypes_that_its_launcher_declares(rows, name):
+    declared, compiled = {str(dtype).removeprefix("torch.") for dtype in LAUNCHERS[name].dtypes}, {}
+    for row in rows:
+        if (row["op"], row["target"]) == (name, MAIN_TARGET) and "error" not in row:
+            compiled.setdefault(row["kernel"], set()).add(row["case"]["dtype"])
+    assert compiled and all(dtypes == declared for dtypes in compiled.values()), compiled
 
 
 @pytest.mark.parametrize("target, instruction", [(80, "mma"), (90, "wgmma"), (100, "tcgen05"), (120, "mma")])
@@ -85,7 +94,7 @@ def test_decode_tells_the_cache_that_keys_and_values_are_read_once(rows):
     for row in by_descriptor:
         copies, with_policy, in_advance = row["hinted"]
         assert copies == with_policy >= 2 and in_advance == 2, (row["target"], row["tile"], row["hinted"])
-    others = [row for row in rows if row["loads"] == "TMA" and row["kernel"] != "paged_decode_kernel"]
+    others = [row for row in rows if row.get("loads") == "TMA" and row["kernel"] != "paged_decode_kernel"]
     assert others and all(row["hinted"][1:] == [0, 0] for row in others)
 
 

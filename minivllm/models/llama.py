@@ -125,7 +125,7 @@ class LlamaMLP(nn.Module):
         x = norm_gate_up_silu(stream, norm.weight, norm.eps, gate_up.weight, gate_up.bias)
         return add_product(self.down_proj, stream, x)
 
-# %% ../../nbs/20_models.llama.ipynb #7bd1cf96
+# %% ../../nbs/20_models.llama.ipynb #24ab3d8a
 class LlamaDecoderLayer(nn.Module):
     "Norm, attention, norm, MLP; what a branch adds to the stream is summed over the ranks and added by the norm that follows"
 
@@ -141,7 +141,7 @@ class LlamaDecoderLayer(nn.Module):
         residual: torch.Tensor | None,  # the stream in front of that; None, as good as zeros, before the first layer
         positions: torch.Tensor,  # `[num_tokens]`
         ctx: ForwardContext,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # (this rank's part of what this layer adds, the stream)
+    ) -> tuple:  # (this rank's part of what this layer adds, the stream or this rank's rows of it), as `add_rms_norm` takes them
         "One layer"
         x, residual = self.tp.add_rms_norm(x, residual, self.input_layernorm)
         x = self.self_attn(x, positions, ctx)

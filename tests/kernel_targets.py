@@ -264,7 +264,7 @@ def select(launches, everything=False):
     if everything:
         return main + others
     # Another dtype changes loads and conversions, for every target in much the same way; compiling
-    # all of them for all six would triple the CPU time of these tests (475 s instead of 150 s).
+    # all of them for all six takes three times as long.
     return largest(main) + [launch for launch in others if launch.target == MAIN_TARGET]
 
 

@@ -54,6 +54,7 @@ def reference(seqs, num_tokens):
     out["block_tables"] = [seq.block_table.tolist() + [0] * (width - len(seq.block_table)) for seq in seqs]
     out["num_decodes"] = list(num_tokens).count(1)
     out["max_query_len"] = max([n for n in num_tokens if n > 1], default=0)
+    out["max_context_len"] = max(out["context_lens"])
     out["shared_prefixes"] = None
     return out
 
@@ -113,6 +114,7 @@ def test_a_decode_a_chunk_and_a_prefix_hit_by_hand():
         sample_rows=[0, 7],
         num_decodes=1,
         max_query_len=4,
+        max_context_len=11,
         shared_prefixes=None,
     )
 
@@ -124,7 +126,7 @@ def test_dtypes_are_those_that_the_model_asks_for():
             assert getattr(batch, name).dtype == np.int64
         for name in ("cu_seqlens_q", "context_lens", "block_tables"):
             assert getattr(batch, name).dtype == np.int32
-        assert type(batch.num_decodes) is type(batch.max_query_len) is int
+        assert type(batch.num_decodes) is type(batch.max_query_len) is type(batch.max_context_len) is int
 
 
 @settings(max_examples=200, deadline=None)

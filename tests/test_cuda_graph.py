@@ -1,6 +1,7 @@
 "Recorded decode steps: what is packed, what padding may touch, and the same tokens as without; on a CPU a recorded step is the step again"
 import gc
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from minivllm.engine import model_runner
 from minivllm.engine.batch import prepare_decode, prepare_sample
 from minivllm.engine.block_manager import BlockManager
 from minivllm.engine.cuda_graph import (
-    FIELDS, PADDING, DecodeGraphs, graph_sizes, num_shared_tiles, pack_step, record, step_bytes, step_fields, step_parts,
+    FIELDS, PADDING, DecodeGraphs, Recording, graph_sizes, num_shared_tiles, pack_step, record, step_bytes, step_fields, step_parts,
     leave_tokens, leave_tokens_kernel, take_tokens, take_tokens_kernel,
 )
 from minivllm.engine.sequence import Sequence
@@ -152,7 +153,7 @@ def test_steps_with_extras_end_their_recording_at_the_logits(extras):
     recorded.run_model = lambda inputs: launched.append(len(inputs["token_ids"])) or run_model(inputs)
     assert run_all(recorded, params) == run_all(plain, params)
     # on the CPU a recording calls again: four rows, of which one is nobody's
-    assert list(recorded.graphs.logits_graphs) == [(1, False), (4, False)]
+    assert list(recorded.graphs.logits_graphs) == [Recording(1), Recording(4)]
     assert recorded.device != "cpu" or launched[-6:] == [4] * 6
     assert recorded.graphs.logits.shape == (4, 260)
 
@@ -176,7 +177,7 @@ def test_a_graph_recorded_later_disturbs_no_step_on_its_way():
     "Some tokens may be known to the device only"
     graphs = recorded_runner().graphs
     graphs.sampled.copy_(torch.arange(8).view(2, 4))
-    graphs.capture(4, shared=True)
+    graphs.capture(Recording(4, shared=True))
     assert graphs.sampled.flatten().tolist() == list(range(8))
 
 
@@ -191,7 +192,7 @@ def test_shared_prefixes_in_a_recorded_step_change_no_token(monkeypatch):
     for layer in runner.model.model.layers: layer.self_attn.attn.backend = TritonAttentionBackend
     runner.capture_cudagraph()
     assert runner.run(seqs, [1] * 3) == expected
-    assert [key for key in runner.graphs.graphs if key[1]] == [(4, True), (2, True)]
+    assert [key.size for key in runner.graphs.graphs if key.shared] == [4, 2]
 
 
 def test_graphs_are_recorded_on_gpus_unless_asked_not_to(monkeypatch):
@@ -214,6 +215,39 @@ def test_buffers_hold_the_largest_batch():
     assert tokens.tolist() == [seq.token_ids[-1] + 1 for seq in seqs]
     again = graphs.replay(prepare_decode(seqs), prepare_sample(seqs), np.array([2, 0, -1]), 1)
     assert again.tolist() == [seqs[2].token_ids[-1] + 2, seqs[0].token_ids[-1] + 2, seqs[2].token_ids[-1] + 1]
+
+
+def test_steps_of_few_rows_are_recorded_for_short_contexts_too():
+    bounds = []
+
+    def step(fields, shared):
+        bounds.append(fields["max_context_len"])
+        return fields["token_ids"]
+
+    graphs = DecodeGraphs(step, 4, 8, DEVICE, max_context_len=100, short_seqs=2, short_keys=9)
+    assert graphs.keys == [Recording(4), Recording(2), Recording(1), Recording(2, short=True), Recording(1, short=True)]
+    graphs.capture_all()
+    if graphs.stream is None:  # a recording on a GPU runs the step twice
+        assert bounds == [100, 100, 100, 9, 9]
+    for lens, key in {(9,): Recording(1, short=True), (10,): Recording(1), (3, 9): Recording(2, short=True), (3, 10): Recording(2), (3, 3, 3): Recording(4)}.items():
+        batch = SimpleNamespace(token_ids=lens, max_context_len=max(lens), shared_prefixes=None)
+        assert graphs.key_for(batch) == key
+        batch.shared_prefixes = object()
+        assert graphs.key_for(batch) == Recording(key.size, shared=True)
+
+
+def test_which_steps_are_recorded_for_short_contexts(monkeypatch):
+    runner = make_runner(enforce_eager=True)
+    runner.max_model_len = 4096
+    assert runner.short_steps() == (0, 0)  # with the backend of the CPU nothing depends on it
+    runner.config.attention_backend = "triton"
+    assert runner.short_steps() == (4, 2048)
+    assert [key.size for key in runner.decode_graphs().keys if key.short] == [4, 2, 1]
+    monkeypatch.setattr(runner.model_config, "hidden_size", 4096)  # whose products of three rows and more are the library's
+    assert runner.short_steps() == (2, 2048)
+    runner.max_model_len = 2048  # all contexts are short
+    assert runner.short_steps() == (0, 0)
+    assert runner.decode_graphs().max_context_len == 2048
 
 
 @pytest.mark.parametrize("fails", [False, True])

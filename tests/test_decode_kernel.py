@@ -254,6 +254,18 @@ def test_programs_an_sm():
     assert chosen[1] == chosen[8] and chosen[9].tile == 128
     # pages that the copy engine can't fetch need more programs with loads on the way
     assert [decode_module.decode_config(n, 8, 128, 16, 2, (9, 0), 132).programs for n in (1, 2, 3, 8)] == [16, 16, 33, 33]
+    # and so do heads that it can't fetch
+    assert [decode_module.decode_config(n, 8, 96, 128, 2, (9, 0), 132).programs for n in (1, 2, 8, 64)] == [16, 66, 66, 66]
+
+
+def test_an_sm_is_asked_for_no_more_shared_memory_than_its_programs_need(monkeypatch):
+    asked = []
+    monkeypatch.setattr(decode_module, "reserve_shared", lambda kernel, num_programs: asked.append(num_programs))
+    args, _ = batch_of([5], 16, (4, 2, 16))
+    for programs in (1, 2, 3, 4, 5):  # for each of two KV heads, on four SMs
+        config = decode_module.decode_config(1, 2, 16, 16, 4, (8, 0), 4)._replace(programs=programs)
+        paged_decode_triton(*args, config=config)
+    assert asked == [1, 1, 2, 2, 3]
 
 
 def test_launches_know_nothing_of_the_lengths(launches):

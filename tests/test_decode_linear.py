@@ -174,7 +174,7 @@ def test_configurations_fit(size, K, num_rows, itemsize):
 # In a model
 
 
-def tiny_step(name, dtype, forced, monkeypatch):
+def tiny_step(name, dtype, forced, monkeypatch, **known):
     "Logits of a prompt of 5 tokens, then of one token after it"
     from minivllm.config import load_model_config
     from minivllm.layers.attention import ForwardContext, TritonAttentionBackend
@@ -202,6 +202,7 @@ def tiny_step(name, dtype, forced, monkeypatch):
         ctx = ForwardContext(
             slot_mapping=torch.arange(start, end, device=device), block_tables=ints(0, 1)[None], context_lens=ints(end),
             cu_seqlens_q=ints(0, end - start), num_decodes=int(decode), max_query_len=0 if decode else end, kv_caches=kv_caches,
+            **known,
         )
         with torch.inference_mode():
             logits.append(model.compute_logits(model(ids[start:end], torch.arange(start, end, device=device), ctx)))
@@ -218,7 +219,11 @@ def test_a_model_gives_the_same_logits(name, dtype, tolerance, monkeypatch):
     monkeypatch.setattr(decode_linear, "linear_config", lambda *a: LinearConfig(1, 64, 64, 4, 100))  # quick to interpret
     plain = tiny_step(name, dtype, False, monkeypatch)
     assert not launched and not attended
-    fused = tiny_step(name, dtype, True, monkeypatch)
+    fused = tiny_step(name, dtype, True, monkeypatch, max_context_len=6)
     # steps, projections, layers, and the head for one row; the second step is a decode
     assert len(launched) == 2 * 4 * 2 + 1 and len(attended) == 2
     assert (fused - plain).norm() < tolerance * plain.norm()
+    attended.clear()
+    for unfit in (dict(max_context_len=decode_fused.FUSED_KEYS + 1), {}):  # long contexts, or nothing known of them: two kernels
+        two = tiny_step(name, dtype, True, monkeypatch, **unfit)
+        assert not attended and (two - plain).norm() < tolerance * plain.norm()

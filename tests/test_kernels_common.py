@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from minivllm.kernels import common
-from minivllm.kernels.common import MissingTriton, can_launch, dot, record_accesses, round_to, tl, triton
+from minivllm.kernels.common import MissingTriton, can_launch, dot, record_accesses, reserve_shared, round_to, tl, triton
 from paging import KERNEL_DEVICES
 from rigs import tiny_model
 
@@ -211,3 +212,18 @@ def test_compiled_kernels_cannot_be_watched(capsys):
 
     assert record_accesses(Compiled(), (1,)) == []
     assert "TRITON_INTERPRET=1" in capsys.readouterr().out
+
+
+def test_shared_memory_is_reserved_for_as_many_programs_as_run(monkeypatch):
+    set_to = []
+    driver = SimpleNamespace(cuFuncSetAttribute=lambda function, attribute, value: set_to.append((function.value, attribute, value)))
+    monkeypatch.setattr(common, "_cuda_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024))
+    kernel = SimpleNamespace(function=1234, metadata=SimpleNamespace(shared=96 * 1024))
+    for num_programs in (1, 1, 2, 3, None):
+        reserve_shared(kernel, num_programs)
+    # 97 of 228 KB, once; as much of it for two; all there is; and what the driver likes
+    assert set_to == [(1234, 9, percent) for percent in (43, 86, 100, -1)]
+    reserve_shared(None, 1)  # what the interpreter returns
+    monkeypatch.setattr(common, "_cuda_driver", lambda: None)
+    reserve_shared(SimpleNamespace(), 1)  # no driver to be asked

@@ -42,7 +42,7 @@ def sampled_seqs(
     ends = [seq.num_computed_tokens + n for seq, n in zip(seqs, num_tokens)]
     return [i for i, (seq, end) in enumerate(zip(seqs, ends)) if end == seq.num_tokens]
 
-# %% ../../nbs/27_engine.batch.ipynb #aa2bff38
+# %% ../../nbs/27_engine.batch.ipynb #2ef1aca5
 @dataclass
 class Batch:
     "One step's model inputs, on the host"
@@ -55,6 +55,7 @@ class Batch:
     sample_rows: np.ndarray   # `[num_sampled]` int64, the tokens whose logits are wanted
     num_decodes: int          # the first `num_decodes` sequences have one token each
     max_query_len: int        # the most tokens that one of the others has; 0: there are none
+    max_context_len: int      # the largest of `context_lens`
     shared_prefixes: SharedPrefixes | None = None  # arrays; None: not looked for, or none found
 
 # %% ../../nbs/27_engine.batch.ipynb #d7eae886
@@ -68,7 +69,7 @@ def slots(
     blocks = block_tables[rows, positions // block_size].astype(np.int64)
     return blocks * block_size + positions % block_size
 
-# %% ../../nbs/27_engine.batch.ipynb #25070ddf
+# %% ../../nbs/27_engine.batch.ipynb #030b914d
 def prepare_prefill(
     seqs: list[Sequence],   # those with a single token first
     num_tokens: list[int],  # of each, in this step
@@ -97,9 +98,10 @@ def prepare_prefill(
         sample_rows=cu_seqlens_q[1:][sampled_seqs(seqs, num_tokens)] - 1,
         num_decodes=num_decodes,
         max_query_len=int(counts[num_decodes:].max(initial=0)),
+        max_context_len=int(ends.max()),
     )
 
-# %% ../../nbs/27_engine.batch.ipynb #df6e28ed
+# %% ../../nbs/27_engine.batch.ipynb #b6bb735c
 def prepare_decode(
     seqs: list[Sequence],       # each with all but its newest token computed
     num_shared_tiles: int = 0,  # room for prefixes that sequences share; 0: they aren't looked for
@@ -123,6 +125,7 @@ def prepare_decode(
         sample_rows=rows,
         num_decodes=len(seqs),
         max_query_len=0,
+        max_context_len=int(context_lens.max()),
         shared_prefixes=shared and SharedPrefixes(*shared),
     )
 

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['FIELDS', 'PADDING', 'graph_sizes', 'num_shared_tiles', 'step_parts', 'aligned', 'part_bytes', 'step_bytes',
            'step_fields', 'pack_step', 'StepBuffers', 'take_tokens_kernel', 'leave_tokens_kernel', 'take_tokens',
-           'leave_tokens', 'record', 'Repeat', 'DecodeGraphs']
+           'leave_tokens', 'record', 'Repeat', 'Recording', 'DecodeGraphs']
 
-# %% ../../nbs/29_engine.cuda_graph.ipynb #7ea289bd
+# %% ../../nbs/29_engine.cuda_graph.ipynb #f2af54a3
 import gc
 import math
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -258,7 +259,15 @@ class Repeat:
     def pool(self):
         return None
 
-# %% ../../nbs/29_engine.cuda_graph.ipynb #5fbd39d6
+# %% ../../nbs/29_engine.cuda_graph.ipynb #8d1ef751
+class Recording(NamedTuple):
+    "Which of the recorded steps"
+
+    size: int             # rows
+    shared: bool = False  # some begin with the same blocks
+    short: bool = False   # no context is longer than `short_keys`
+
+
 class DecodeGraphs:
     "Recorded decode steps of every batch size, and the buffers that they read and write"
 
@@ -270,13 +279,19 @@ class DecodeGraphs:
         device: str,
         shares: bool = False,  # whether steps may share prefixes
         logits_step=None,      # the same up to the logits; None on ranks without them
+        max_context_len: int | None = None,  # of a sequence, ever; None: not known
+        short_seqs: int = 0,   # steps of up to so many rows are recorded once more,
+        short_keys: int = 0,   # for contexts of up to so many tokens
     ):
         self.step, self.sizes = step, graph_sizes(max_num_seqs)
         self.logits_step, self.logits_graphs = logits_step, {}
         self.logits = None  # `[max_num_seqs, vocab_size]`
+        self.max_context_len, self.short_seqs, self.short_keys = max_context_len, short_seqs, short_keys
         # the largest first: the others find their memory in its pool
-        self.keys = [(size, False) for size in reversed(self.sizes)]
-        self.keys += [(size, True) for size in reversed(self.sizes) if shares and size > 1]
+        sizes = self.sizes[::-1]
+        self.keys = [Recording(size) for size in sizes]
+        self.keys += [Recording(size, shared=True) for size in sizes if shares and size > 1]
+        self.keys += [Recording(size, short=True) for size in sizes if size <= short_seqs]
         self.stream = None if device == "cpu" else torch.cuda.Stream()
         self.buffers = StepBuffers(max_num_seqs, max_blocks, device)
         # every step, recorded or not, leaves its tokens here for the next, in two places by turns:
@@ -288,18 +303,25 @@ class DecodeGraphs:
         "The smallest recorded size that a batch fits into"
         return next(size for size in self.sizes if size >= num_rows)
 
-    def run_step(self, size: int, shared: bool, to_logits: bool):
+    def key_for(self, batch: Batch) -> Recording:
+        "The recording that a batch fits into"
+        size, shared = self.size_for(len(batch.token_ids)), batch.shared_prefixes is not None
+        short = size <= self.short_seqs and batch.max_context_len <= self.short_keys
+        return Recording(size, shared, short and not shared)
+
+    def run_step(self, key: Recording, to_logits: bool):
         "What is recorded"
-        fields = self.buffers.fields(size)
+        fields = self.buffers.fields(key.size)
+        fields["max_context_len"] = self.short_keys if key.short else self.max_context_len
         take_tokens(fields["token_ids"], fields["unknown"], fields["slot"], self.sampled)
         prefixes = SharedPrefixes(*(fields[name] for name in SharedPrefixes._fields))
-        prefixes = prefixes if shared else None
+        prefixes = prefixes if key.shared else None
         if to_logits:
             self.leave_logits(self.logits_step(fields, prefixes))
         else:
             leave_tokens(self.step(fields, prefixes), fields["slot"], self.sampled)
 
-    def graphs_of(self, to_logits: bool) -> dict:  # (size, whether prefixes are shared) -> graph
+    def graphs_of(self, to_logits: bool) -> dict:  # `Recording` -> graph
         "The recordings of whole steps, or those up to the logits"
         return self.logits_graphs if to_logits else self.graphs
 
@@ -312,11 +334,11 @@ class DecodeGraphs:
         self.logits[: len(logits)].copy_(logits)
 
     @torch.inference_mode()
-    def capture(self, size: int, shared: bool = False, to_logits: bool = False):
-        "Record the step for a batch size, with or without shared prefixes, whole or up to the logits"
+    def capture(self, key: Recording, to_logits: bool = False):
+        "Record a step, whole or up to the logits"
         kept = self.sampled.clone()  # a step on its way may need what the one before has left
-        self.buffers.clear(size)
-        run = partial(self.run_step, size, shared, to_logits)
+        self.buffers.clear(key.size)
+        run = partial(self.run_step, key, to_logits)
         if self.stream is None:
             graph = Repeat(run)
         else:
@@ -325,12 +347,12 @@ class DecodeGraphs:
                 graph = record(run, self.pool)
             torch.cuda.current_stream().wait_stream(self.stream)
         self.sampled.copy_(kept)
-        self.graphs_of(to_logits)[size, shared], self.pool = graph, graph.pool()
+        self.graphs_of(to_logits)[key], self.pool = graph, graph.pool()
 
     def capture_all(self):
-        "Record steps of all sizes, where prefixes may be shared in both forms"
-        for size, shared in self.keys:
-            self.capture(size, shared)
+        "Record steps of all sizes, in all forms that they may need"
+        for key in self.keys:
+            self.capture(key)
 
     def clear(self):
         "Let go of all recordings, and with them of whatever they hold of a group's collectives"
@@ -347,14 +369,12 @@ class DecodeGraphs:
         to_logits: bool = False,     # whoever calls will sample
     ):  # `[num_seqs]` tokens, until a later step uses the slot; or logits and the tokens before them
         "Run a decode step: one copy to the device, one launch"
-        num_seqs, shared = len(batch.token_ids), batch.shared_prefixes is not None
-        size = self.size_for(num_seqs)
-        graphs = self.graphs_of(to_logits)
-        if (size, shared) not in graphs:
-            self.capture(size, shared, to_logits)
-        self.buffers.send(size, batch, sampling, unknown, slot)
-        graphs[size, shared].replay()
+        num_seqs, key, graphs = len(batch.token_ids), self.key_for(batch), self.graphs_of(to_logits)
+        if key not in graphs:
+            self.capture(key, to_logits)
+        self.buffers.send(key.size, batch, sampling, unknown, slot)
+        graphs[key].replay()
         if not to_logits:
             return self.sampled[slot, :num_seqs]
         logits = None if self.logits is None else self.logits[:num_seqs]
-        return logits, self.buffers.fields(size)["token_ids"][:num_seqs]
+        return logits, self.buffers.fields(key.size)["token_ids"][:num_seqs]

@@ -8,7 +8,7 @@ __all__ = ['SHARED_PREFIX_BYTES', 'load_model', 'weight_bytes', 'largest_step', 
            'LaunchedStep', 'fill_unknown', 'measure_graphs', 'StepRunner', 'ModelRunner', 'check_shards', 'make_worker',
            'start_runner']
 
-# %% ../../nbs/31_engine.model_runner.ipynb #f172bbdf
+# %% ../../nbs/31_engine.model_runner.ipynb #3db26124
 import importlib
 import traceback
 import weakref
@@ -25,6 +25,8 @@ from .cuda_graph import DecodeGraphs, num_shared_tiles
 from .sequence import Sequence
 from .worker import Workers
 from ..kernels.decode import SharedPrefixes
+from ..kernels.decode_fused import FUSED_KEYS, FUSED_SEQS
+from ..kernels.decode_linear import few_rows
 from ..layers.attention import ForwardContext, get_attention_backend
 from ..layers.linear import kv_heads_per_rank, pack_weights
 from ..layers.sampler import Sampler, adjust_logits, top_logprobs
@@ -271,7 +273,7 @@ def fill_unknown(
     new = sampled[rows.clamp(min=0)].clamp(min=0)
     return torch.where(rows < 0, token_ids, new)
 
-# %% ../../nbs/31_engine.model_runner.ipynb #a3072104
+# %% ../../nbs/31_engine.model_runner.ipynb #4437d494
 def measure_graphs(
     runner,  # a `ModelRunner` with its weights, but no KV cache
 ) -> int:    # bytes
@@ -283,8 +285,8 @@ def measure_graphs(
 
     runner.kv_caches = runner.allocate_kv_cache(1)
     graphs, found = runner.decode_graphs(), [free()]
-    for size, shared in graphs.keys[:2]:
-        graphs.capture(size, shared)
+    for key in graphs.keys[:2]:
+        graphs.capture(key)
         found.append(free())
     first, *others = [before - after for before, after in zip(found, found[1:])]
     runner.kv_caches = []
@@ -294,7 +296,7 @@ def measure_graphs(
     # the others find their memory in the first one's; what a driver needs for each is left
     return int(1.1 * (first + num_graphs * max([0, *others])))
 
-# %% ../../nbs/31_engine.model_runner.ipynb #c605a388
+# %% ../../nbs/31_engine.model_runner.ipynb #29a1d620
 class StepRunner:
     "Runs steps of a model over its KV cache, on one device"
 
@@ -425,7 +427,7 @@ class StepRunner:
         "One forward pass: logits of the rows that are sampled"
         names = (
             "slot_mapping", "block_tables", "context_lens", "cu_seqlens_q",
-            "num_decodes", "max_query_len", "shared_prefixes",
+            "num_decodes", "max_query_len", "shared_prefixes", "max_context_len",
         )
         ctx = ForwardContext(**{name: inputs[name] for name in names}, kv_caches=self.kv_caches)
         hidden_states = self.model(inputs["token_ids"], inputs["positions"], ctx)
@@ -462,7 +464,7 @@ class StepRunner:
             tokens = torch.empty_like(positions)
         return self.tp.broadcast(tokens)
 
-# %% ../../nbs/31_engine.model_runner.ipynb #11a92ee5
+# %% ../../nbs/31_engine.model_runner.ipynb #412db541
 class ModelRunner(StepRunner):
     "Makes the model and its KV cache on one device, runs steps, and gives both back"
 
@@ -546,8 +548,15 @@ class ModelRunner(StepRunner):
         max_blocks = -(-self.max_model_len // self.block_size)
         num_seqs, shares = self.config.max_num_seqs, self.may_share()
         return DecodeGraphs(
-            self.recorded_step, num_seqs, max_blocks, self.device, shares, self.recorded_logits
+            self.recorded_step, num_seqs, max_blocks, self.device, shares, self.recorded_logits,
+            self.max_model_len, *self.short_steps(),
         )
+
+    def short_steps(self) -> tuple[int, int]:  # rows and keys, at most; (0, 0): none are
+        "Which decode steps are recorded once more for short contexts: those that then launch other kernels"
+        if self.max_model_len <= FUSED_KEYS or self.config.attention_backend != "triton":
+            return 0, 0  # all contexts are short, or nothing depends on it
+        return min(FUSED_SEQS, few_rows(self.model_config.hidden_size)), FUSED_KEYS
 
     def recorded_step(
         self,

@@ -10,7 +10,7 @@ __all__ = ['GATHERED_BYTES', 'COPY', 'READ_ONCE', 'SHARED_PARTS', 'EARLY_SEQS', 
            'attend_with_lse', 'shared_decode_torch', 'best_sharing', 'find_shared_prefixes', 'shared_prefix_kernel',
            'launch_shared_prefix', 'paged_decode']
 
-# %% ../../nbs/14_kernels.decode.ipynb #05a704d7
+# %% ../../nbs/14_kernels.decode.ipynb #77c70144
 import hashlib
 import inspect
 import re
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from .common import INTERPRETED, await_previous, can_launch, capability_of
-from .common import early_launch, num_sms, round_to, size_class, tl, triton
+from .common import early_launch, num_sms, reserve_shared, round_to, size_class, tl, triton
 from .kv_cache import gather_pages
 from .prefill import LOG2E, attend_tile, check_pages, kv_descriptors, load_kv_tile
 from .prefill import takes_descriptors
@@ -407,7 +407,7 @@ def paged_decode_kernel(
             position < stop, TILE, BLOCK_SIZE, SHARED
         )
 
-# %% ../../nbs/14_kernels.decode.ipynb #006b61c4
+# %% ../../nbs/14_kernels.decode.ipynb #de1a00df
 class DecodeConfig(NamedTuple):
     "How `paged_decode_kernel` is launched"
 
@@ -434,6 +434,9 @@ def decode_config(
         tile, warps, stages = 32, 4, 2
     elif capability[0] not in (9, 10):
         tile, warps, stages = 64, 2, 2
+    elif num_seqs > 1 and head_dim not in (64, 128):
+        # no copy engine: what is on its way are the loads of many programs
+        tile, warps, stages, per_sm = 64, 2, 2, 4
     elif num_seqs <= (8 if block_size % 64 == 0 else 2):
         # fewer parts are merged sooner; without the copy engine there would be too few loads on the way
         tile, warps, stages, per_sm = 64, 2, 3, 1
@@ -457,7 +460,7 @@ class SharedPrefixes(NamedTuple):
 SHARED_PARTS = 2  # programs that divide a shared prefix among them
 EARLY_SEQS = 32   # batches up to this size start early; larger ones gain nothing, and hold shared memory while they wait
 
-# %% ../../nbs/14_kernels.decode.ipynb #864cc056
+# %% ../../nbs/14_kernels.decode.ipynb #bad96956
 def paged_decode_triton(
     q, k_cache, v_cache, block_tables, context_lens, scale,
     shared: SharedPrefixes | None = None,
@@ -504,7 +507,7 @@ def paged_decode_triton(
     at_once = 64 if num_seqs <= 2 else 32 if num_seqs <= 8 else 16
     most_parts, early = max(1, at_once // constants["HEADS"]), num_seqs <= EARLY_SEQS
     seqs = 1 if num_seqs == 1 else size_class(num_seqs)  # a kernel of its own, which makes no sums
-    paged_decode_kernel[num_kv_heads, programs](
+    kernel = paged_decode_kernel[num_kv_heads, programs](
         q, k, v, k_cache, v_cache, out, parts, lse, arrived, block_tables, context_lens, starts,
         scale * LOG2E, q.stride(0), block_tables.stride(0), num_seqs,
         ROWS=max(16, triton.next_power_of_2(group)), SEQS=seqs,
@@ -512,6 +515,8 @@ def paged_decode_triton(
         AHEAD=early, num_warps=config.warps, **constants,
         **(early_launch(q.device) if early else {}),
     )
+    # kernels that start early behind this one get no more of an SM's cache than it leaves
+    reserve_shared(kernel, triton.cdiv(num_kv_heads * programs, num_sms(q.device)))
     return out
 
 # %% ../../nbs/14_kernels.decode.ipynb #985091ae

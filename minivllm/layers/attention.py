@@ -21,7 +21,7 @@ from ..kernels.kv_cache import norm_rope_store
 from ..kernels.prefill import paged_prefill_torch, paged_prefill_triton
 from ..kernels.prefill_hopper import fits_hopper, paged_prefill_hopper, plan_prefill
 
-# %% ../../nbs/15_layers.attention.ipynb #1fac0a49
+# %% ../../nbs/15_layers.attention.ipynb #88c18719
 @dataclass(frozen=True)
 class ForwardContext:
     "What a forward pass knows of its step: where K/V goes, and which K/V each query sees"
@@ -34,6 +34,7 @@ class ForwardContext:
     max_query_len: int          # the most queries that one of the others has; 0: there are none
     kv_caches: list             # per layer `(k_cache, v_cache)`, of the shape that the kernels take
     shared_prefixes: SharedPrefixes | None = None  # what decodes of a step without prefills share
+    max_context_len: int | None = None  # none of `context_lens` is larger; None: the host doesn't know
 
     @cached_property
     def decodes(self) -> tuple:  # block_tables, context_lens

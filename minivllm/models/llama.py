@@ -25,12 +25,13 @@ from ..layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowPa
 from ..layers.rotary_embedding import RotaryEmbedding
 from .registry import register_model
 
-# %% ../../nbs/20_models.llama.ipynb #bbf5235c
+# %% ../../nbs/20_models.llama.ipynb #6e9e8629
 def attend_few_rows(attn: Attention, qkv: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext):
     "`attn(qkv, positions, ctx)`; one kernel where each row is a request's next token"
     cache = ctx.kv_caches[attn.layer_idx]
     decodes = ctx.num_decodes == len(qkv) and attn.backend is TritonAttentionBackend
-    if not (decodes and fits_fused(len(qkv), cache[0])):
+    alone = ctx.shared_prefixes is None  # shared keys are read once, by the kernel that knows how
+    if not (decodes and alone and fits_fused(len(qkv), ctx.max_context_len, cache[0])):
         return attn(qkv, positions, ctx)
     counters = len(qkv) * attn.num_kv_heads
     arrived = ctx.once("arrived", lambda: torch.zeros(counters, dtype=torch.int32, device=qkv.device))

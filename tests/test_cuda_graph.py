@@ -241,13 +241,13 @@ def test_which_steps_are_recorded_for_short_contexts(monkeypatch):
     runner.max_model_len = 4096
     assert runner.short_steps() == (0, 0)  # with the backend of the CPU nothing depends on it
     runner.config.attention_backend = "triton"
-    assert runner.short_steps() == (4, 2048)
+    assert runner.short_steps() == (4, 1024)
     assert [key.size for key in runner.decode_graphs().keys if key.short] == [4, 2, 1]
     monkeypatch.setattr(runner.model_config, "hidden_size", 4096)  # whose products of three rows and more are the library's
-    assert runner.short_steps() == (2, 2048)
-    runner.max_model_len = 2048  # all contexts are short
+    assert runner.short_steps() == (2, 1024)
+    runner.max_model_len = 1024  # all contexts are short
     assert runner.short_steps() == (0, 0)
-    assert runner.decode_graphs().max_context_len == 2048
+    assert runner.decode_graphs().max_context_len == 1024
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -98,10 +98,10 @@ def test_dispatcher_takes_torch_on_a_cpu():
 
 def test_what_it_is_for():
     cache = lambda head_dim: torch.empty(1, 16, 1, head_dim)
-    assert fits_fused(1, 300, cache(128)) and fits_fused(4, 2048, cache(64))
+    assert fits_fused(1, 300, cache(128)) and fits_fused(4, 1024, cache(64))
     assert not fits_fused(5, 300, cache(128)) and not fits_fused(1, 300, cache(80)) and not fits_fused(1, 300, cache(96))
     # long contexts, and lengths of which nothing is known
-    assert not fits_fused(1, 2049, cache(128)) and not fits_fused(1, None, cache(128))
+    assert not fits_fused(1, 1025, cache(128)) and not fits_fused(1, None, cache(128))
     assert fused_config(1, 8, 2, 132)[2] == 16 and fused_config(8, 32, 2, 132)[2] == 1
 
 

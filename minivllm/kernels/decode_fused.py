@@ -150,9 +150,9 @@ def rope_attend_kernel(
                first + part, first, num_parts, 0, False,
                NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM, ROWS, HEADS, PARTS, 0)
 
-# %% ../../nbs/14_kernels.decode_fused.ipynb #41fcc3b9
+# %% ../../nbs/14_kernels.decode_fused.ipynb #fb649b2d
 FUSED_SEQS = 4     # requests, at most
-FUSED_KEYS = 2048  # of each, at most: from there on two kernels, of which the second keeps more on its way, are faster
+FUSED_KEYS = 1024  # of each, at most: from some thousand on two kernels, of which the second keeps more on its way, are faster
 
 
 def fits_fused(

@@ -1,9 +1,13 @@
 "Attention of one new token per request, from the projection on, in one kernel, against its twin"
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from minivllm.kernels.common import tl, triton
 from minivllm.kernels.decode_fused import fits_fused, fused_config, keys_of_part, rope_attend, rope_attend_torch, rope_attend_triton
+from minivllm.layers.attention import ForwardContext, TritonAttentionBackend
+from minivllm.models import llama
 from paging import KERNEL_DEVICES, slot_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 0.005}
@@ -133,3 +137,22 @@ def test_parts_have_all_keys_once_in_whole_tiles(num_keys, parts, device):
     assert 1 <= num_parts <= parts and all(begin >= end for begin, end in ranges[num_parts:])
     assert [key for begin, end in ranges[:num_parts] for key in range(begin, end)] == list(range(num_keys))
     assert all(begin % 16 == 0 and (begin < end or num_keys == 0) for begin, end in ranges[:num_parts])
+
+
+@pytest.mark.parametrize("one, changed", [
+    (True, {}), (False, dict(max_context_len=1025)), (False, dict(max_context_len=None)), (False, dict(num_decodes=1)),
+    (False, dict(shared_prefixes="some")),  # the general kernel reads them once for all
+])
+def test_what_the_model_asks_it_for(one, changed, monkeypatch):
+    "Few requests with short contexts and nothing in common, each with its next token"
+    class Layer:
+        layer_idx, backend, num_kv_heads, scale, rope = 0, TritonAttentionBackend, 1, 1.0, SimpleNamespace(cos_sin=None)
+        norms = lambda self: (None, None)
+        __call__ = lambda self, qkv, positions, ctx: "two kernels"
+
+    monkeypatch.setattr(llama, "rope_attend", lambda *args, arrived: torch.zeros(2, 1, 128))
+    lens = torch.tensor([5, 9], dtype=torch.int32)
+    known = dict(num_decodes=2, max_context_len=1024, shared_prefixes=None) | changed
+    ctx = ForwardContext(lens, lens[:, None], lens, lens, max_query_len=0, kv_caches=[(torch.empty(1, 16, 1, 128),) * 2], **known)
+    out = llama.attend_few_rows(Layer(), torch.empty(2, 3 * 128), lens, ctx)
+    assert (out != "two kernels") if one else (out == "two kernels")

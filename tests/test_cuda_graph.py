@@ -224,12 +224,12 @@ def test_steps_of_few_rows_are_recorded_for_short_contexts_too():
         bounds.append(fields["max_context_len"])
         return fields["token_ids"]
 
-    graphs = DecodeGraphs(step, 4, 8, DEVICE, max_context_len=100, short_seqs=2, short_keys=9)
+    graphs = DecodeGraphs(step, 4, 8, DEVICE, max_context_len=100, short_keys={1: 9, 2: 7, 3: 8})
     assert graphs.keys == [Recording(4), Recording(2), Recording(1), Recording(2, short=True), Recording(1, short=True)]
     graphs.capture_all()
     if graphs.stream is None:  # a recording on a GPU runs the step twice
-        assert bounds == [100, 100, 100, 9, 9]
-    for lens, key in {(9,): Recording(1, short=True), (10,): Recording(1), (3, 9): Recording(2, short=True), (3, 10): Recording(2), (3, 3, 3): Recording(4)}.items():
+        assert bounds == [100, 100, 100, 7, 9]
+    for lens, key in {(9,): Recording(1, short=True), (10,): Recording(1), (3, 7): Recording(2, short=True), (3, 8): Recording(2), (3, 3, 3): Recording(4)}.items():
         batch = SimpleNamespace(token_ids=lens, max_context_len=max(lens), shared_prefixes=None)
         assert graphs.key_for(batch) == key
         batch.shared_prefixes = object()
@@ -239,15 +239,21 @@ def test_steps_of_few_rows_are_recorded_for_short_contexts_too():
 def test_which_steps_are_recorded_for_short_contexts(monkeypatch):
     runner = make_runner(enforce_eager=True)
     runner.max_model_len = 4096
-    assert runner.short_steps() == (0, 0)  # with the backend of the CPU nothing depends on it
+    assert runner.short_steps() == {}  # with the backend of the CPU nothing depends on it
     runner.config.attention_backend = "triton"
-    assert runner.short_steps() == (4, 1024)
-    assert [key.size for key in runner.decode_graphs().keys if key.short] == [4, 2, 1]
+    monkeypatch.setattr(runner.model_config, "head_dim", 128)
+    monkeypatch.setattr(runner, "num_kv_heads", 8)
+    monkeypatch.setattr(runner, "dtype", torch.bfloat16)
+    monkeypatch.setattr(model_runner, "num_sms", lambda device: 132)
+    assert runner.short_steps() == {1: 1025, 2: 513, 3: 705, 4: 513}
+    graphs = runner.decode_graphs()
+    assert [key.size for key in graphs.keys if key.short] == [4, 2, 1] and graphs.max_context_len == 4096
     monkeypatch.setattr(runner.model_config, "hidden_size", 4096)  # whose products of three rows and more are the library's
-    assert runner.short_steps() == (2, 1024)
-    runner.max_model_len = 1024  # all contexts are short
-    assert runner.short_steps() == (0, 0)
-    assert runner.decode_graphs().max_context_len == 1024
+    assert runner.short_steps() == {1: 1025, 2: 513}
+    runner.max_model_len = 1025  # all contexts are short for one row, which needs no second recording
+    assert runner.short_steps() == {2: 513}
+    monkeypatch.setattr(runner.model_config, "head_dim", 96)  # heads that it doesn't take
+    assert runner.short_steps() == {}
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from minivllm.kernels import decode_fused
 from minivllm.kernels.common import tl, triton
 from minivllm.kernels.decode_fused import fits_fused, fused_config, keys_of_part, rope_attend, rope_attend_torch, rope_attend_triton
 from minivllm.layers.attention import ForwardContext, TritonAttentionBackend
@@ -100,12 +101,15 @@ def test_dispatcher_takes_torch_on_a_cpu():
     assert torch.equal(run(rope_attend, args)[0], run(rope_attend_torch, args)[0])
 
 
-def test_what_it_is_for():
-    cache = lambda head_dim: torch.empty(1, 16, 1, head_dim)
-    assert fits_fused(1, 300, cache(128)) and fits_fused(4, 1024, cache(64))
-    assert not fits_fused(5, 300, cache(128)) and not fits_fused(1, 300, cache(80)) and not fits_fused(1, 300, cache(96))
-    # long contexts, and lengths of which nothing is known
-    assert not fits_fused(1, 1025, cache(128)) and not fits_fused(1, None, cache(128))
+def test_what_it_is_for(monkeypatch):
+    monkeypatch.setattr(decode_fused, "num_sms", lambda device: 132)
+    cache = lambda num_kv_heads, head_dim=128: torch.empty(1, 16, num_kv_heads, head_dim, dtype=torch.bfloat16)
+    # one tile of 64 keys for each of 16 parts, of 8 for two requests, and the new key
+    for num_seqs, num_kv_heads, keys in ((1, 8, 1025), (2, 8, 513), (4, 8, 513), (1, 4, 2113), (4, 64, 65)):
+        assert fits_fused(num_seqs, keys, cache(num_kv_heads)) and not fits_fused(num_seqs, keys + 1, cache(num_kv_heads))
+    assert fits_fused(4, 500, cache(8, 64)) and not fits_fused(5, 10, cache(8))
+    assert not fits_fused(1, 10, cache(8, 80)) and not fits_fused(1, 10, cache(8, 96)) and not fits_fused(1, 10, cache(8, 8))
+    assert not fits_fused(1, None, cache(8))  # lengths of which nothing is known
     assert fused_config(1, 8, 2, 132)[2] == 16 and fused_config(8, 32, 2, 132)[2] == 1
 
 
@@ -140,7 +144,7 @@ def test_parts_have_all_keys_once_in_whole_tiles(num_keys, parts, device):
 
 
 @pytest.mark.parametrize("one, changed", [
-    (True, {}), (False, dict(max_context_len=1025)), (False, dict(max_context_len=None)), (False, dict(num_decodes=1)),
+    (True, {}), (False, dict(max_context_len=34)), (False, dict(max_context_len=None)), (False, dict(num_decodes=1)),
     (False, dict(shared_prefixes="some")),  # the general kernel reads them once for all
 ])
 def test_what_the_model_asks_it_for(one, changed, monkeypatch):
@@ -150,9 +154,10 @@ def test_what_the_model_asks_it_for(one, changed, monkeypatch):
         norms = lambda self: (None, None)
         __call__ = lambda self, qkv, positions, ctx: "two kernels"
 
+    monkeypatch.setattr(decode_fused, "num_sms", lambda device: 4)  # two parts of each request, of 16 keys
     monkeypatch.setattr(llama, "rope_attend", lambda *args, arrived: torch.zeros(2, 1, 128))
     lens = torch.tensor([5, 9], dtype=torch.int32)
-    known = dict(num_decodes=2, max_context_len=1024, shared_prefixes=None) | changed
+    known = dict(num_decodes=2, max_context_len=33, shared_prefixes=None) | changed
     ctx = ForwardContext(lens, lens[:, None], lens, lens, max_query_len=0, kv_caches=[(torch.empty(1, 16, 1, 128),) * 2], **known)
     out = llama.attend_few_rows(Layer(), torch.empty(2, 3 * 128), lens, ctx)
     assert (out != "two kernels") if one else (out == "two kernels")

@@ -259,13 +259,13 @@ class Repeat:
     def pool(self):
         return None
 
-# %% ../../nbs/29_engine.cuda_graph.ipynb #8d1ef751
+# %% ../../nbs/29_engine.cuda_graph.ipynb #855315e3
 class Recording(NamedTuple):
     "Which of the recorded steps"
 
     size: int             # rows
     shared: bool = False  # some begin with the same blocks
-    short: bool = False   # no context is longer than `short_keys`
+    short: bool = False   # no context is longer than `short_keys` says for the size
 
 
 class DecodeGraphs:
@@ -280,18 +280,17 @@ class DecodeGraphs:
         shares: bool = False,  # whether steps may share prefixes
         logits_step=None,      # the same up to the logits; None on ranks without them
         max_context_len: int | None = None,  # of a sequence, ever; None: not known
-        short_seqs: int = 0,   # steps of up to so many rows are recorded once more,
-        short_keys: int = 0,   # for contexts of up to so many tokens
+        short_keys: dict | None = None,  # rows -> tokens: recorded once more for contexts of up to so many
     ):
         self.step, self.sizes = step, graph_sizes(max_num_seqs)
         self.logits_step, self.logits_graphs = logits_step, {}
         self.logits = None  # `[max_num_seqs, vocab_size]`
-        self.max_context_len, self.short_seqs, self.short_keys = max_context_len, short_seqs, short_keys
+        self.max_context_len, self.short_keys = max_context_len, short_keys or {}
         # the largest first: the others find their memory in its pool
         sizes = self.sizes[::-1]
         self.keys = [Recording(size) for size in sizes]
         self.keys += [Recording(size, shared=True) for size in sizes if shares and size > 1]
-        self.keys += [Recording(size, short=True) for size in sizes if size <= short_seqs]
+        self.keys += [Recording(size, short=True) for size in sizes if size in self.short_keys]
         self.stream = None if device == "cpu" else torch.cuda.Stream()
         self.buffers = StepBuffers(max_num_seqs, max_blocks, device)
         # every step, recorded or not, leaves its tokens here for the next, in two places by turns:
@@ -306,13 +305,13 @@ class DecodeGraphs:
     def key_for(self, batch: Batch) -> Recording:
         "The recording that a batch fits into"
         size, shared = self.size_for(len(batch.token_ids)), batch.shared_prefixes is not None
-        short = size <= self.short_seqs and batch.max_context_len <= self.short_keys
-        return Recording(size, shared, short and not shared)
+        short = not shared and batch.max_context_len <= self.short_keys.get(size, 0)
+        return Recording(size, shared, short)
 
     def run_step(self, key: Recording, to_logits: bool):
         "What is recorded"
         fields = self.buffers.fields(key.size)
-        fields["max_context_len"] = self.short_keys if key.short else self.max_context_len
+        fields["max_context_len"] = self.short_keys[key.size] if key.short else self.max_context_len
         take_tokens(fields["token_ids"], fields["unknown"], fields["slot"], self.sampled)
         prefixes = SharedPrefixes(*(fields[name] for name in SharedPrefixes._fields))
         prefixes = prefixes if key.shared else None

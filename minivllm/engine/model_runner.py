@@ -8,7 +8,7 @@ __all__ = ['SHARED_PREFIX_BYTES', 'load_model', 'weight_bytes', 'largest_step', 
            'LaunchedStep', 'fill_unknown', 'measure_graphs', 'StepRunner', 'ModelRunner', 'check_shards', 'make_worker',
            'start_runner']
 
-# %% ../../nbs/31_engine.model_runner.ipynb #3db26124
+# %% ../../nbs/31_engine.model_runner.ipynb #f1de1b96
 import importlib
 import traceback
 import weakref
@@ -25,7 +25,8 @@ from .cuda_graph import DecodeGraphs, num_shared_tiles
 from .sequence import Sequence
 from .worker import Workers
 from ..kernels.decode import SharedPrefixes
-from ..kernels.decode_fused import FUSED_KEYS, FUSED_SEQS
+from ..kernels.common import num_sms
+from ..kernels.decode_fused import fused_keys
 from ..kernels.decode_linear import few_rows
 from ..layers.attention import ForwardContext, get_attention_backend
 from ..layers.linear import kv_heads_per_rank, pack_weights
@@ -464,7 +465,7 @@ class StepRunner:
             tokens = torch.empty_like(positions)
         return self.tp.broadcast(tokens)
 
-# %% ../../nbs/31_engine.model_runner.ipynb #412db541
+# %% ../../nbs/31_engine.model_runner.ipynb #43077801
 class ModelRunner(StepRunner):
     "Makes the model and its KV cache on one device, runs steps, and gives both back"
 
@@ -549,14 +550,18 @@ class ModelRunner(StepRunner):
         num_seqs, shares = self.config.max_num_seqs, self.may_share()
         return DecodeGraphs(
             self.recorded_step, num_seqs, max_blocks, self.device, shares, self.recorded_logits,
-            self.max_model_len, *self.short_steps(),
+            self.max_model_len, self.short_steps(),
         )
 
-    def short_steps(self) -> tuple[int, int]:  # rows and keys, at most; (0, 0): none are
+    def short_steps(self) -> dict[int, int]:  # rows -> keys of each, at most
         "Which decode steps are recorded once more for short contexts: those that then launch other kernels"
-        if self.max_model_len <= FUSED_KEYS or self.config.attention_backend != "triton":
-            return 0, 0  # all contexts are short, or nothing depends on it
-        return min(FUSED_SEQS, few_rows(self.model_config.hidden_size)), FUSED_KEYS
+        if self.config.attention_backend != "triton":
+            return {}
+        heads = self.num_kv_heads, self.model_config.head_dim
+        of_device = self.dtype.itemsize, num_sms(torch.device(self.device))
+        rows = range(1, few_rows(self.model_config.hidden_size) + 1)
+        keys = {n: fused_keys(n, *heads, *of_device) for n in rows}
+        return {n: most for n, most in keys.items() if 0 < most < self.max_model_len}
 
     def recorded_step(
         self,

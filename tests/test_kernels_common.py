@@ -227,3 +227,10 @@ def test_shared_memory_is_reserved_for_as_many_programs_as_run(monkeypatch):
     reserve_shared(None, 1)  # what the interpreter returns
     monkeypatch.setattr(common, "_cuda_driver", lambda: None)
     reserve_shared(SimpleNamespace(), 1)  # no driver to be asked
+
+
+def test_no_driver_is_asked_where_nothing_starts_early(monkeypatch):
+    monkeypatch.setattr(common.ctypes, "CDLL", lambda name: name)
+    for options, driver in (({}, None), (dict(PDL=True), "libcuda.so.1")):
+        monkeypatch.setattr(common, "early_launch", lambda device: options)
+        assert common._cuda_driver.__wrapped__() == driver

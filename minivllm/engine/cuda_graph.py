@@ -259,7 +259,7 @@ class Repeat:
     def pool(self):
         return None
 
-# %% ../../nbs/29_engine.cuda_graph.ipynb #855315e3
+# %% ../../nbs/29_engine.cuda_graph.ipynb #6ae727ed
 class Recording(NamedTuple):
     "Which of the recorded steps"
 
@@ -267,7 +267,7 @@ class Recording(NamedTuple):
     shared: bool = False  # some begin with the same blocks
     short: bool = False   # no context is longer than `short_keys` says for the size
 
-
+# %% ../../nbs/29_engine.cuda_graph.ipynb #1595b9db
 class DecodeGraphs:
     "Recorded decode steps of every batch size, and the buffers that they read and write"
 

@@ -8,7 +8,7 @@ __all__ = ['SHARED_PREFIX_BYTES', 'load_model', 'weight_bytes', 'largest_step', 
            'LaunchedStep', 'fill_unknown', 'measure_graphs', 'StepRunner', 'ModelRunner', 'check_shards', 'make_worker',
            'start_runner']
 
-# %% ../../nbs/31_engine.model_runner.ipynb #f1de1b96
+# %% ../../nbs/31_engine.model_runner.ipynb #3d446cbe
 import importlib
 import traceback
 import weakref
@@ -24,8 +24,8 @@ from . import batch, kv_pool
 from .cuda_graph import DecodeGraphs, num_shared_tiles
 from .sequence import Sequence
 from .worker import Workers
-from ..kernels.decode import SharedPrefixes
 from ..kernels.common import num_sms
+from ..kernels.decode import SharedPrefixes
 from ..kernels.decode_fused import fused_keys
 from ..kernels.decode_linear import few_rows
 from ..layers.attention import ForwardContext, get_attention_backend

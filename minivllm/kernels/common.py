@@ -196,10 +196,12 @@ def early_launch(
     # an interpreted kernel doesn't know the option
     return dict(PDL=True, launch_pdl=True) if capability_of(device) >= (9, 0) else {}
 
-# %% ../../nbs/02_first_kernel.ipynb #891f42b6
+# %% ../../nbs/02_first_kernel.ipynb #139d72f8
 @functools.cache
 def _cuda_driver():
-    "The driver's library; None where it goes by another name"
+    "The driver's library, on GPUs where kernels can start early; None elsewhere, and where it goes by another name"
+    if not early_launch(torch.device("cuda")):
+        return None
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

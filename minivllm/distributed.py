@@ -11,10 +11,10 @@ __all__ = ['SINGLE', 'LOCALHOST', 'logger', 'COLLECTIVE_TIMEOUT', 'MAX_PROGRAMS'
            'push_kernel', 'push_all_reduce', 'push_broadcast', 'sum_flags_start', 'lines_start', 'few_start',
            'place_start', 'buffer_bytes', 'say_and_wait', 'added_and_normed', 'sum_add_norm_kernel', 'sum_add_norm',
            'ScatteredPart', 'scattered_add_norm_kernel', 'scattered_add_norm', 'four_of', 'words_of', 'rounded_sums',
-           'rms_normed', 'push_add_norm_kernel', 'lines_of_row', 'fits_lines', 'push_add_norm', 'PushTarget',
-           'fits_words', 'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet', 'environment',
-           'connect_nccl', 'sends_whole_lines', 'can_reach_each_other', 'options_of', 'ProcessGroup', 'start_rank',
-           'divide']
+           'rms_normed', 'push_add_norm_kernel', 'lines_of_row', 'fits_lines', 'lines_suffice', 'push_add_norm',
+           'PushTarget', 'fits_words', 'PeerMemory', 'cuda_call', 'RawMemory', 'share_memory', 'leave_memory', 'meet',
+           'environment', 'connect_nccl', 'sends_whole_lines', 'can_reach_each_other', 'options_of', 'ProcessGroup',
+           'start_rank', 'divide']
 
 # %% ../nbs/06_distributed.ipynb #173ca8b5
 import inspect
@@ -37,7 +37,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from .kernels.common import INTERPRETED, await_previous, early_launch, round_to, tl, triton
 
-# %% ../nbs/06_distributed.ipynb #3ca09b3c
+# %% ../nbs/06_distributed.ipynb #bb4a74fd
 class TensorParallelGroup:
     "One rank's view of its group; the base class is a group of one, whose collectives do nothing"
 
@@ -80,6 +80,10 @@ class TensorParallelGroup:
         "Where this rank's part of a long sum is best written: for each rank, the rows that it will sum; None: in one piece"
         return None
 
+    def sums_splits(self, shape: tuple, dtype: torch.dtype) -> bool:
+        "Whether `add_rms_norm` sums, with no kernel of its own, what a product of this shape was split into along its inputs"
+        return self.world_size == 1
+
     def push_target(self, shape: tuple, dtype: torch.dtype):
         "Where a product of few rows pushes its results, which are summed; None: nowhere, they are a tensor"
         return None
@@ -94,11 +98,13 @@ class TensorParallelGroup:
 
     def add_rms_norm(
         self,
-        part,  # of this rank, `[num_tokens, hidden_size]`: a tensor, or a `ScatteredPart`
+        part,  # of this rank, `[num_tokens, hidden_size]`: a tensor, or a `ScatteredPart`; or `[splits, num_tokens, hidden_size]`
         residual: torch.Tensor | None,  # `[num_tokens, hidden_size]`, the same on every rank, or what was returned before; None: zeros
         norm,  # an `RMSNorm`
     ) -> tuple[torch.Tensor, torch.Tensor]:
         "`norm` of the residual stream and the sum of every rank's `part`; the new stream, or this rank's rows of it"
+        if part.dim() > 2 and (self.world_size > 1 or residual is None):
+            part = part.sum(0)
         total = self.all_reduce(part)
         return (norm(total), total) if residual is None else norm(total, residual)
 
@@ -605,12 +611,12 @@ def rms_normed(numbers, weight, is_data, hidden: tl.constexpr, eps, dtype: tl.co
         result += (round_to(numbers[i] * scale, dtype).to(tl.float32) * weight[i],)
     return result
 
-# %% ../nbs/06_distributed.ipynb #604ae318
-@triton.jit
+# %% ../nbs/06_distributed.ipynb #9b14a57b
+@triton.jit(do_not_specialize=["num_rows"])  # or it would be compiled anew for 16 rows and for 17
 def push_add_norm_kernel(
     out_ptr, stream_ptr, part_ptr, residual_ptr, weight_ptr,
     addresses_ptr,  # `[WORLD_SIZE]` int64, each rank's buffer
-    eps, rank,
+    num_rows, eps, rank,
     WORLD_SIZE: tl.constexpr,
     HIDDEN: tl.constexpr,  # a multiple of 4
     USED: tl.constexpr,  # lines of a row
@@ -619,6 +625,7 @@ def push_add_norm_kernel(
     LINES: tl.constexpr,  # of a row in the buffer
     START: tl.constexpr,  # bytes of a buffer in front of them
     HAS_RESIDUAL: tl.constexpr,
+    SPLITS: tl.constexpr = 1,  # whose sum is this rank's part
     PDL: tl.constexpr = False,
 ):
     "`sum_add_norm_kernel` of one row, whose parts are pushed in lines"
@@ -636,8 +643,13 @@ def push_add_norm_kernel(
     count = own + 2 * WORLD_SIZE * ROWS * LINES * 16 + row
     call = tl.load(count) + 1
     at = row * (HIDDEN // 4) + word
-    part = tl.load(part_ptr.to(word64) + at, is_data, 0)
-    zero = (0.0, 0.0, 0.0, 0.0)
+    part, zero = tl.load(part_ptr.to(word64) + at, is_data, 0), (0.0, 0.0, 0.0, 0.0)
+    if SPLITS > 1:
+        total = four_of(part, dtype)
+        for i in tl.static_range(1, SPLITS):
+            n0, n1, n2, n3 = four_of(tl.load(part_ptr.to(word64) + i * num_rows * (HIDDEN // 4) + at, is_data, 0), dtype)
+            total = (total[0] + n0, total[1] + n1, total[2] + n2, total[3] + n3)
+        part = words_of(total, dtype)
     residual = four_of(tl.load(residual_ptr.to(word64) + at, is_data, 0), dtype) if HAS_RESIDUAL else zero
     # push; lines of even and of odd sums lie apart
     place = ((call % 2 * WORLD_SIZE * ROWS + row) * LINES + line) * 16 + slot
@@ -663,19 +675,28 @@ def push_add_norm_kernel(
     tl.store(out_ptr.to(word64) + at, words_of(y, dtype), is_data)
     tl.store(count, call)
 
-# %% ../nbs/06_distributed.ipynb #af3ef0a5
+# %% ../nbs/06_distributed.ipynb #fd412b79
 def lines_of_row(hidden_size: int) -> int:
     "Lines for a row of numbers of 2 bytes"
     return triton.cdiv(hidden_size, 4 * 14)
 
 
 def fits_lines(
-    part: torch.Tensor,  # `[num_tokens, hidden_size]`
+    part: torch.Tensor,  # `[num_tokens, hidden_size]`, or `[splits, num_tokens, hidden_size]`
     world_size: int = 2,
 ) -> bool:
     "Whether `push_add_norm` can take it"
-    num_rows, hidden_size = part.shape
-    whole_words = part.element_size() == 2 and hidden_size % 4 == 0 and part.is_contiguous()
+    return part.is_contiguous() and lines_suffice(part.shape[-2:], part.dtype, world_size)
+
+
+def lines_suffice(
+    shape: tuple,  # of the sum: number of tokens, hidden size
+    dtype: torch.dtype,
+    world_size: int,
+) -> bool:
+    "Whether there are lines for a sum of this size"
+    num_rows, hidden_size = shape
+    whole_words = dtype.itemsize == 2 and hidden_size % 4 == 0
     # lines of more ranks are more registers, of which an SM keeps some free while all wait
     most_rows = LINE_ROWS if world_size <= 2 else 128  # of more ranks one program on an SM
     few_registers = world_size * lines_of_row(hidden_size) <= 2 * ROW_LINES
@@ -683,21 +704,22 @@ def fits_lines(
 
 
 def push_add_norm(
-    part: torch.Tensor,  # `[num_tokens, hidden_size]`, as `fits_lines` wants it
-    residual: torch.Tensor | None,  # like `part`, the same on every rank; None: zeros
+    part: torch.Tensor,  # `[num_tokens, hidden_size]`, as `fits_lines` wants it; or `[splits, num_tokens, hidden_size]`: to be summed
+    residual: torch.Tensor | None,  # `[num_tokens, hidden_size]`, the same on every rank; None: zeros
     weight: torch.Tensor,  # `[hidden_size]`, of the norm
     eps: float,
     addresses: torch.Tensor,  # `[world_size]` int64, each rank's buffer as this rank reaches it
     rank: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # the normalised stream; the stream
     "`sum_add_norm` of few rows, with one crossing"
-    (num_rows, hidden_size), world_size = part.shape, len(addresses)
+    num_rows, hidden_size = part.shape[-2:]
+    world_size, splits = len(addresses), part.numel() // (num_rows * hidden_size)
     used, has_residual = lines_of_row(hidden_size), residual is not None
-    out, stream = torch.empty_like(part), torch.empty_like(part)
+    out, stream = part.new_empty(num_rows, hidden_size), part.new_empty(num_rows, hidden_size)
     push_add_norm_kernel[(num_rows,)](
-        out, stream, part, residual.contiguous() if has_residual else part, weight, addresses, eps, rank,
+        out, stream, part, residual.contiguous() if has_residual else part, weight, addresses, num_rows, eps, rank,
         world_size, hidden_size, used, triton.next_power_of_2(used), LINE_ROWS, ROW_LINES,
-        lines_start(world_size), has_residual, num_warps=8, **early_launch(part.device),
+        lines_start(world_size), has_residual, splits, num_warps=8, **early_launch(part.device),
     )
     return out, stream
 
@@ -714,7 +736,7 @@ def fits_words(shape: tuple, dtype: torch.dtype) -> bool:
     num_rows, size = shape
     return 0 < num_rows <= FEW_ROWS and 0 < size <= FEW_NUMBERS and dtype in (torch.bfloat16, torch.float16)
 
-# %% ../nbs/06_distributed.ipynb #61b24313
+# %% ../nbs/06_distributed.ipynb #fca9812f
 class PeerMemory:
     "This rank's buffer, those of the others, and the sums through them"
 
@@ -782,6 +804,10 @@ class PeerMemory:
             targets.append(room if r + 1 < world_size else room[:in_use])
         return targets
 
+    def sums_splits(self, shape: tuple, dtype: torch.dtype) -> bool:
+        "Whether `add_rms_norm` sums what a product of this shape was split into"
+        return self.whole_lines and math.prod(shape) > PUSH_NUMBERS and lines_suffice(shape, dtype, len(self.addresses))
+
     def holds(self, part: torch.Tensor) -> bool:
         "Whether `part` stands in one of the places"
         return part.is_contiguous() and part.data_ptr() - self.buffer.data_ptr() in self.places
@@ -799,10 +825,12 @@ class PeerMemory:
         if isinstance(part, ScatteredPart):
             return self.add_scattered(part, residual, weight, eps)
         dtypes = {x.dtype for x in (part, residual, weight) if x is not None}
-        if part.numel() <= PUSH_NUMBERS or len(dtypes) > 1:
+        if math.prod(part.shape[-2:]) <= PUSH_NUMBERS or len(dtypes) > 1:
             return None
         if self.whole_lines and fits_lines(part, len(self.addresses)):
             return push_add_norm(part, residual, weight, eps, self.addresses, self.rank)
+        if part.dim() > 2:
+            return None
         if residual is not None and residual.shape != part.shape:
             raise ValueError(f"a part {tuple(part.shape)} and a stream {tuple(residual.shape)}")
         if residual is not None and self.holds(part):
@@ -973,7 +1001,7 @@ def options_of(kind, **values):
         setattr(options, name, value)
     return options
 
-# %% ../nbs/06_distributed.ipynb #a95a6393
+# %% ../nbs/06_distributed.ipynb #049d4c97
 MARK_SUMS = 16  # from one mark in the stream to the next
 MAX_MARKS = 5   # that the GPU may still have in front of it; with two sums a layer up to 48 layers
 
@@ -1096,7 +1124,7 @@ class ProcessGroup(TensorParallelGroup):
 
     def add_rms_norm(self, part, residual, norm):
         result = None
-        if isinstance(part, torch.Tensor) and part.dtype == norm.weight.dtype:
+        if isinstance(part, torch.Tensor) and part.dim() == 2 and part.dtype == norm.weight.dtype:
             targets = self.scatter_targets(part.shape, part.dtype)
             if targets is not None:  # not by what made it
                 for target, rows in zip(targets, part.split(len(targets[0]))):
@@ -1112,6 +1140,9 @@ class ProcessGroup(TensorParallelGroup):
     def scatter_targets(self, shape, dtype):
         long = self.peers is not None and shape[0] >= SCATTER_ROWS
         return self.peers.scatter_targets(shape, dtype) if long else None
+
+    def sums_splits(self, shape, dtype):
+        return self.peers is not None and self.peers.sums_splits(shape, dtype)
 
     def push_target(self, shape, dtype):
         target = None if self.peers is None else self.peers.push_target(shape, dtype)

@@ -163,13 +163,13 @@ def normalised_halves(x1, x2, w1, w2, eps, dtype: tl.constexpr, HEAD_DIM: tl.con
     x2 = round_to(x2 * scale, dtype).to(tl.float32)
     return round_to(x1 * w1, dtype).to(tl.float32), round_to(x2 * w2, dtype).to(tl.float32)
 
-# %% ../../nbs/11_kernels.kv_cache.ipynb #3830dc7a
+# %% ../../nbs/11_kernels.kv_cache.ipynb #a99f6f64
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr"])
 def norm_rope_store_kernel(
     qkv_ptr, positions_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr, eps,
-    q_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, qkv_stride,
+    q_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, qkv_stride, split_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr = False,
+    HEADS: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr = 1, PDL: tl.constexpr = False,
 ):
     "A program takes `HEADS` consecutive heads of one token's row, be they queries, keys or values"
     half: tl.constexpr = HEAD_DIM // 2
@@ -189,7 +189,15 @@ def norm_rope_store_kernel(
     table_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HEAD_DIM)
     table_ptr += tl.broadcast_to(col, HEADS, HALF)
     at = head * HEAD_DIM + col
-    x1, x2 = load_halves(qkv_ptr + token * qkv_stride + at, half, mask, dtype)
+    row_ptr = qkv_ptr + token * qkv_stride + at
+    x1, x2 = load_halves(row_ptr, half, mask, dtype)
+    if SPLITS > 1:
+        y1, y2 = x1.to(tl.float32), x2.to(tl.float32)
+        for _ in tl.static_range(1, SPLITS):
+            row_ptr += split_stride
+            x1, x2 = load_halves(row_ptr, half, mask, dtype)
+            y1, y2 = y1 + x1.to(tl.float32), y2 + x2.to(tl.float32)
+        x1, x2 = round_to(y1, dtype), round_to(y2, dtype)
     cos = tl.load(table_ptr, mask=mask)
     sin = tl.load(table_ptr + (HEAD_DIM + half), mask=mask)
 
@@ -235,11 +243,18 @@ def store_tile(
         num_warps = max(num_warps // 2, 1)
     return heads, half, num_warps
 
-# %% ../../nbs/11_kernels.kv_cache.ipynb #7a4a6bbc
+# %% ../../nbs/11_kernels.kv_cache.ipynb #17e184ab
 def norm_rope_store_triton(
     qkv, positions, cos_sin, q_weight, k_weight, eps, k_cache, v_cache, slot_mapping
 ):
-    "`norm_rope_store_torch` as one kernel; unlike the twin it never waits for the device"
+    """`norm_rope_store_torch` as one kernel; unlike the twin it never waits for the device
+
+    `qkv` may also be `[splits, num_tokens, ...]`, whose sum is meant.
+    """
+    splits, split_stride = 1, 0
+    if qkv.dim() == 3:
+        qkv = qkv.contiguous()
+        splits, split_stride, qkv = len(qkv), qkv.stride(0), qkv[0]
     num_tokens = len(qkv)
     num_kv_heads, head_dim = k_cache.shape[2:]
     check_caches(qkv.dtype, num_tokens, k_cache, v_cache, slot_mapping)
@@ -251,8 +266,8 @@ def norm_rope_store_triton(
         heads, half, num_warps = store_tile(num_tokens, num_rows, head_dim)
         norm_rope_store_kernel[(num_tokens * -(-num_rows // heads),)](
             qkv, positions, cos_sin, q_weight, k_weight, eps,
-            q, k_cache, v_cache, slot_mapping, qkv.stride(0),
-            num_heads, num_kv_heads, head_dim, heads, half, num_warps=num_warps,
+            q, k_cache, v_cache, slot_mapping, qkv.stride(0), split_stride,
+            num_heads, num_kv_heads, head_dim, heads, half, splits, num_warps=num_warps,
             **early_launch(qkv.device),
         )
     return q
@@ -262,7 +277,9 @@ def norm_rope_store(
     qkv, positions, cos_sin, q_weight, k_weight, eps, k_cache, v_cache, slot_mapping
 ):
     "Normalise, rotate and store by the implementation for the device of `qkv`"
-    fused = norm_rope_store_triton if can_launch(qkv.device) else norm_rope_store_torch
+    fused = norm_rope_store_triton
+    if not can_launch(qkv.device):
+        fused, qkv = norm_rope_store_torch, qkv.sum(0) if qkv.dim() == 3 else qkv
     return fused(
         qkv, positions, cos_sin, q_weight, k_weight, eps, k_cache, v_cache, slot_mapping
     )

@@ -214,7 +214,7 @@ def get_attention_backend(
         raise ValueError(f"attention_backend={name!r} can't run on {device}: {why}")
     return backend
 
-# %% ../../nbs/15_layers.attention.ipynb #b9330dab
+# %% ../../nbs/15_layers.attention.ipynb #bdd68251
 class Attention(nn.Module):
     "Attention of one layer, from the packed projection to the heads' outputs"
 
@@ -237,7 +237,7 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        qkv: torch.Tensor,        # `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`
+        qkv: torch.Tensor,        # `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`, or `[splits, ...]`: to be summed
         positions: torch.Tensor,  # `[num_tokens]` int64
         ctx: ForwardContext,
     ) -> torch.Tensor:            # `[num_tokens, num_heads * head_dim]`

@@ -35,13 +35,13 @@ def add_rms_norm_torch(
     residual = residual + x
     return rms_norm_torch(residual, weight, eps), residual
 
-# %% ../../nbs/04_layers.layernorm.ipynb #986d5382
+# %% ../../nbs/04_layers.layernorm.ipynb #c2cf8863
 @triton.jit(do_not_specialize=["num_rows"])  # or it would be compiled anew for 1 row, for 16, for 17
 def rms_norm_kernel(
     out_ptr, sum_ptr, x_ptr, residual_ptr, weight_ptr,
-    num_rows, num_heads, token_stride, head_stride, eps,
+    num_rows, num_heads, token_stride, head_stride, split_stride, eps,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr = False,
+    SPLITS: tl.constexpr = 1, PDL: tl.constexpr = False,
 ):
     "Normalises `ROWS` rows, which stay in registers between their one load and their one store"
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -52,7 +52,11 @@ def rms_norm_kernel(
     # a parameter, which no kernel writes: it arrives while the one in front still runs
     weight = tl.load(weight_ptr + column, column < HIDDEN, other=0.0)
     await_previous(PDL)
-    x = tl.load(x_ptr + token * token_stride + head * head_stride + column, mask, other=0.0).to(tl.float32)
+    x_ptr += token * token_stride + head * head_stride + column
+    x = tl.load(x_ptr, mask, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, SPLITS):  # their sum is x
+        x_ptr += split_stride
+        x += tl.load(x_ptr, mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + dense, mask, other=0.0).to(tl.float32)
         stream = round_to(x, sum_ptr.dtype.element_ty)
@@ -74,7 +78,7 @@ def launch_config(
     num_warps = min(rows * block // 512, 16)
     return dict(BLOCK=block, ROWS=rows, num_warps=num_warps)
 
-# %% ../../nbs/04_layers.layernorm.ipynb #807a4c00
+# %% ../../nbs/04_layers.layernorm.ipynb #3431a5a9
 def as_rows(x):
     "A tensor, and where its rows are: heads of a token, strides of tokens and of heads"
     if x.dim() in (2, 3) and x.stride(-1) == 1:
@@ -84,12 +88,16 @@ def as_rows(x):
 
 def _launch(x, residual, weight, eps, config=None):
     "The normalised rows and, with a residual, the sums"
-    hidden_size, stream = x.shape[-1], None
+    hidden_size, stream, splits, split_stride = x.shape[-1], None, 1, 0
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"a weight of shape {tuple(weight.shape)} for rows of {hidden_size}")
     if residual is not None:
-        if residual.shape != x.shape or residual.dtype != x.dtype:
+        is_split = x.dim() == residual.dim() + 1 and len(x) > 0
+        if residual.shape != x.shape[is_split:] or residual.dtype != x.dtype:
             raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, residual {residual.dtype} {tuple(residual.shape)}")
+        if is_split:
+            x = x.contiguous()
+            splits, split_stride, x = len(x), x.stride(0), x[0]
         residual, stream = residual.contiguous(), x.new_empty(x.shape)
     out, num_rows = x.new_empty(x.shape), x.numel() // hidden_size
     if num_rows:
@@ -97,12 +105,12 @@ def _launch(x, residual, weight, eps, config=None):
         # a weight with gaps is copied, by a kernel directly in front: then nothing may be read early
         early = early_launch(x.device) if weight.is_contiguous() else {}
         rms_norm_kernel[(-(-num_rows // config["ROWS"]),)](
-            out, stream, x, residual, weight.contiguous(), num_rows, *layout, eps,
-            HIDDEN=hidden_size, HAS_RESIDUAL=residual is not None, **config, **early,
+            out, stream, x, residual, weight.contiguous(), num_rows, *layout, split_stride, eps,
+            HIDDEN=hidden_size, HAS_RESIDUAL=residual is not None, SPLITS=splits, **config, **early,
         )
     return out, stream
 
-# %% ../../nbs/04_layers.layernorm.ipynb #b809820d
+# %% ../../nbs/04_layers.layernorm.ipynb #49184c54
 def rms_norm_triton(
     x: torch.Tensor,       # `[..., hidden_size]`; read in place if its last dimension is dense and it has 2 or 3
     weight: torch.Tensor,  # `[hidden_size]`; may be read before the kernel in front has ended
@@ -113,15 +121,15 @@ def rms_norm_triton(
 
 
 def add_rms_norm_triton(
-    x: torch.Tensor,         # `[..., hidden_size]`: output of the previous projection
-    residual: torch.Tensor,  # shape and dtype of `x`: the residual stream
+    x: torch.Tensor,         # `[..., hidden_size]`: output of the previous projection; or `[splits, ..., hidden_size]`: to be summed
+    residual: torch.Tensor,  # `[..., hidden_size]`, dtype of `x`: the residual stream
     weight: torch.Tensor,    # `[hidden_size]`; may be read before the kernel in front has ended
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # the normalised sum; the sum, the new residual stream
     "`add_rms_norm_torch` in one kernel"
     return _launch(x, residual, weight, eps)
 
-# %% ../../nbs/04_layers.layernorm.ipynb #425ba050
+# %% ../../nbs/04_layers.layernorm.ipynb #4316c2b7
 def rms_norm(
     x,       # `[..., hidden_size]`
     weight,  # `[hidden_size]`
@@ -132,13 +140,15 @@ def rms_norm(
 
 
 def add_rms_norm(
-    x,         # `[..., hidden_size]`: output of the previous projection
-    residual,  # shape and dtype of `x`: the residual stream
+    x,         # `[..., hidden_size]`: output of the previous projection; or `[splits, ..., hidden_size]`: to be summed
+    residual,  # `[..., hidden_size]`, dtype of `x`: the residual stream
     weight,    # `[hidden_size]`
     eps,
 ):             # the normalised sum; the sum, the new residual stream
     "Residual add and RMSNorm: the kernel where it can run, else torch"
-    return (add_rms_norm_triton if can_launch(x.device) else add_rms_norm_torch)(x, residual, weight, eps)
+    if can_launch(x.device):
+        return add_rms_norm_triton(x, residual, weight, eps)
+    return add_rms_norm_torch(x if x.dim() == residual.dim() else x.sum(0), residual, weight, eps)
 
 # %% ../../nbs/04_layers.layernorm.ipynb #138c26c5
 class RMSNorm(nn.Module):

@@ -58,7 +58,7 @@ def add_product(linear: RowParallelLinear, stream: torch.Tensor, x: torch.Tensor
         y = few_rows_product(x, linear.weight)
     return linear.tp.all_reduce(y)
 
-# %% ../../nbs/20_models.llama.ipynb #d875f7fa
+# %% ../../nbs/20_models.llama.ipynb #fa2ad09d
 class LlamaAttention(nn.Module):
     "Projection into heads, attention, projection back"
 
@@ -74,7 +74,7 @@ class LlamaAttention(nn.Module):
         heads_size = config.num_heads * config.head_dim
         qkv_bias, o_bias = self.biases(config)
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads, qkv_bias, tp
+            config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads, qkv_bias, tp, may_split=True
         )
         self.o_proj = RowParallelLinear(heads_size, config.hidden_size, o_bias, tp, place=0)
         # from here on heads are this rank's: the projection knows how many it holds
@@ -126,7 +126,7 @@ class LlamaMLP(nn.Module):
         x = norm_gate_up_silu(stream, norm.weight, norm.eps, gate_up.weight, gate_up.bias)
         return add_product(self.down_proj, stream, x)
 
-# %% ../../nbs/20_models.llama.ipynb #24ab3d8a
+# %% ../../nbs/20_models.llama.ipynb #90de45dd
 class LlamaDecoderLayer(nn.Module):
     "Norm, attention, norm, MLP; what a branch adds to the stream is summed over the ranks and added by the norm that follows"
 
@@ -154,7 +154,8 @@ class LlamaDecoderLayer(nn.Module):
         stream = self.self_attn.add_to(stream, self.input_layernorm, positions, ctx)
         if "add_to" in vars(type(self.mlp)):  # a subclass may compute something else
             return self.mlp.add_to(stream, self.post_attention_layernorm)
-        return stream + self.tp.all_reduce(self.mlp(self.post_attention_layernorm(stream)))
+        part = self.mlp(self.post_attention_layernorm(stream))
+        return stream + self.tp.all_reduce(part.sum(0) if part.dim() > 2 else part)
 
 # %% ../../nbs/20_models.llama.ipynb #744c67ad
 class LlamaModel(nn.Module):

@@ -78,7 +78,7 @@ def linear_split_k(
     x, weight = (t.unflatten(1, (splits, -1)).transpose(0, 1) for t in (x, weight))
     return torch.bmm(x, weight.transpose(1, 2))
 
-# %% ../../nbs/07_layers.linear.ipynb #9f7d8b54
+# %% ../../nbs/07_layers.linear.ipynb #3431afcf
 SPLIT_ROWS = range(3, 257)  # of a step whose products are split
 
 
@@ -88,8 +88,8 @@ def good_splits(num_rows: int, output_size: int, input_size: int) -> int:
         return 1
     # a wide product fills the GPU by itself, and what each program adds up must be worth its start
     most = min(2 * input_size // output_size, 8192 // output_size, input_size // 512)
-    if num_rows > 128 and output_size <= 6144 and input_size >= 1024:
-        most = max(most, 2)  # two rows of tiles: the library's own cuts are poorer
+    if num_rows > 128 and output_size <= 6144 and input_size >= 2048:
+        most = max(most, 2)  # more rows than a tile has: the library's own cuts are poorer
     splits = 1
     while 2 * splits <= most and input_size % (128 * splits) == 0:
         splits *= 2

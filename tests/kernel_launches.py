@@ -91,10 +91,18 @@ def rms_norm_triton(launch, dtype, size, tokens):
     launch(empty(tokens, 24 * size, dtype=dtype).unflatten(1, (24, size))[:, :16], weight, 1e-6)  # heads in packed qkv
 
 
-@launcher("minivllm.layers.layernorm", size=HIDDEN, tokens=TOKENS)
-def add_rms_norm_triton(launch, dtype, size, tokens):
+SPLITS = (1, 2, 8)  # of a product along its inputs; 1: whole
+
+
+def in_splits(x, splits):
+    "What is summed to something like `x`"
+    return x if splits == 1 else x.new_empty(splits, *x.shape)
+
+
+@launcher("minivllm.layers.layernorm", size=HIDDEN, tokens=TOKENS, splits=SPLITS)
+def add_rms_norm_triton(launch, dtype, size, tokens, splits):
     x, residual = empty(2, tokens, size, dtype=dtype)
-    launch(x, residual, empty(size, dtype=dtype), 1e-6)
+    launch(in_splits(x, splits), residual, empty(size, dtype=dtype), 1e-6)
 
 
 @launcher("minivllm.layers.embedding_head", size=HIDDEN, tokens=(1, 16384), rank=(0, 1))
@@ -134,12 +142,12 @@ def store_kv_triton(launch, dtype, head_dim, heads):
     launch(k, v, *caches(heads, head_dim, dtype), integers(64, dtype=torch.int64))
 
 
-@launcher("minivllm.kernels.kv_cache", head_dim=HEAD_DIMS, heads=HEADS, norm=(True, False), tokens=(64, 8192))
-def norm_rope_store_triton(launch, dtype, head_dim, heads, norm, tokens):
+@launcher("minivllm.kernels.kv_cache", head_dim=HEAD_DIMS, heads=HEADS, norm=(True, False), tokens=(64, 8192), splits=SPLITS)
+def norm_rope_store_triton(launch, dtype, head_dim, heads, norm, tokens, splits):
     qkv, *_ = packed_qkv(tokens, heads, head_dim, dtype)
     weights = empty(2, head_dim, dtype=dtype) if norm else (None, None)
     table, slots = empty(40960, 2, head_dim, dtype=torch.float32), integers(2, tokens, dtype=torch.int64)
-    launch(qkv, slots[0], table, *weights, 1e-6, *caches(heads, head_dim, dtype), slots[1])
+    launch(in_splits(qkv, splits), slots[0], table, *weights, 1e-6, *caches(heads, head_dim, dtype), slots[1])
 
 
 # Attention. A batch: query and key heads, sequences, block size; whether some begin with the same blocks
@@ -245,11 +253,11 @@ def scattered_add_norm(launch, dtype, size, world_size, tokens):
 DTYPES_OF_WORDS = torch.bfloat16, torch.float16
 
 
-@launcher("minivllm.distributed", DTYPES_OF_WORDS, size=HIDDEN, world_size=(2, 3, 8), rank=(0, 1, 2))
-def push_add_norm(launch, dtype, size, world_size, rank):
+@launcher("minivllm.distributed", DTYPES_OF_WORDS, size=HIDDEN, world_size=(2, 3, 8), rank=(0, 1, 2), splits=SPLITS)
+def push_add_norm(launch, dtype, size, world_size, rank, splits):
     part = empty(16, size, dtype=dtype)
     for residual in (part, None):
-        launch(part, residual, empty(size, dtype=dtype), 1e-6, integers(world_size, dtype=torch.int64), min(rank, world_size - 1))
+        launch(in_splits(part, splits), residual, empty(size, dtype=dtype), 1e-6, integers(world_size, dtype=torch.int64), min(rank, world_size - 1))
 
 
 @launcher("minivllm.distributed", DTYPES[:1], world_size=(2, 8))

@@ -241,13 +241,13 @@ def record(launcher, target):
 
 
 def largest(launches):
-    "Of every kernel the largest tile for each target and dtype: for each head_dim in attention, else in each mode of its code"
+    "Of every kernel the largest tile for each target and dtype: for each head_dim in attention, else in each mode of its code, such as with splits to sum"
     best = {}
     for launch in launches:
         if LAUNCHERS[launch.op].attention:
             part = launch.case["head_dim"]
         else:
-            part = tuple(v for v in launch.tile.values() if isinstance(v, (str, bool)))
+            part = (*(v for v in launch.tile.values() if isinstance(v, (str, bool))), launch.tile.get("SPLITS", 1) > 1)
         group = (launch.op, launch.kernel.__name__, launch.target, launch.case["dtype"], part)
         if group not in best or launch.rank() > best[group].rank():
             best[group] = launch

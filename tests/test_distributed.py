@@ -25,7 +25,7 @@ from minivllm.layers.layernorm import RMSNorm, add_rms_norm_torch
 from minivllm.layers.linear import RowParallelLinear
 from minivllm.models import llama
 from places import find_hazard, sequences
-from tp_rig import Ranks, norm_input, peer_input, product_input
+from tp_rig import Ranks, norm_input, peer_input, product_input, split_input
 
 
 def test_group_of_one_returns_its_tensor():
@@ -201,6 +201,31 @@ def test_norm_of_a_sum(n, first):
         torch.testing.assert_close(normed, norm(stream))
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("first", [False, True])
+def test_norm_of_a_sum_of_splits(n, splits, first):
+    "Which no group has to ask for: where nothing faster sums them, this does"
+    parts, _, residual, weight = split_input(n, 0, splits, 4, 6, torch.float32)
+    given, residual = None if first else residual, residual * (not first)
+    norm = RMSNorm(6, 1e-5).requires_grad_(False)
+    norm.weight.copy_(weight)
+    for normed, stream in run_ranks(lambda tp: tp.add_rms_norm(parts[tp.rank], given, norm), n):
+        assert normed.shape == stream.shape == (4, 6)
+        torch.testing.assert_close(stream, residual + parts.sum((0, 1)))
+        torch.testing.assert_close(normed, norm(stream))
+
+
+def test_which_groups_sum_splits():
+    "One rank alone, by the norm; several only where one kernel does"
+    assert SINGLE.sums_splits((64, 4096), torch.bfloat16) and SINGLE.sums_splits((5, 7), torch.float32)
+    assert not TensorParallelGroup(1, 2).sums_splits((64, 4096), torch.bfloat16)
+    assert run_ranks(lambda tp: tp.sums_splits((64, 4096), torch.bfloat16), 2) == [False, False]
+    group = ProcessGroup(0, 1, open_store(1))
+    assert not group.sums_splits((64, 4096), torch.bfloat16)  # without peers
+    group.close()
+
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NORM_STEPS = [(5, 64, BF16), (1, 100, FP32), (140, 24, BF16), (9, 24, FP16), (3, 100, BF16)]
 LINE_STEPS = [(5, 64, BF16), (1, 100, BF16), (20, 24, BF16), (9, 24, FP16), (3, 60, BF16), (2, 132, BF16)]  # 56 numbers are a line
@@ -234,6 +259,44 @@ def test_sums_with_norms_through_peer_memory(ranks, late, way, steps):
             np.testing.assert_allclose(ours, expected.float(), rtol=1e-5 if step[2] == FP32 else 1e-2, atol=1e-5)
         assert np.array_equal(pairs[0][1], (residual + total).float())
         assert all(np.array_equal(a, b) for pair in pairs for a, b in zip(pair, pairs[0]))
+
+
+SPLIT_STEPS = [(2, 3, 64, BF16), (3, 1, 100, BF16), (8, 4, 24, BF16), (4, 2, 132, FP16), (1, 2, 60, BF16)]  # splits, rows, numbers
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and want GPUs that reach each other")
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_splits_are_pushed_as_their_sum(ranks, late):
+    "Bit for bit what is pushed of a part in one piece, number of splits after number of splits, whoever is late"
+    with segments_of(*[buffer_bytes(3)] * 3) as names:
+        results = ranks.run("split_norms", names, SPLIT_STEPS, late)
+    for call, (step, pairs) in enumerate(zip(SPLIT_STEPS, zip(*(zip(mine[::2], mine[1::2]) for mine in results)))):
+        _, whole, residual, _ = split_input(3, call, *step)
+        total = sum(part.float() for part in whole).to(step[-1])
+        for of_splits, of_one in pairs:
+            assert np.array_equal(of_splits[1], (total if call % 3 == 2 else residual + total).float())
+            assert np.array_equal(of_splits[0], of_one[0]) and np.array_equal(of_splits[1], of_one[1])
+            assert np.array_equal(of_splits[0], pairs[0][0][0]) and np.isfinite(of_splits[0]).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and want GPUs that reach each other")
+def test_products_of_several_ranks_are_split_where_lines_take_them(ranks):
+    "More numbers than are pushed one by one, few enough for lines, of two bytes; the others come whole, and all are right"
+    steps = [(4, 64, 8, BF16), (3, 8, 8, BF16), (4, 64, 8, FP32), (129, 8, 8, FP16), (2, 100, 12, FP16)]
+    with segments_of(*[buffer_bytes(3)] * 3) as names:
+        results = ranks.run("split_layers", names, steps)
+    for call, (rows, hidden, inputs, dtype) in enumerate(steps):
+        xs, weights, *_ = product_input(3, call, rows, hidden, inputs, dtype)
+        _, residual, weight = norm_input(3, call, rows, hidden, dtype)
+        sums = sum(x.float() @ w.float().T for x, w in zip(xs, weights)) + residual.float()
+        eps = torch.finfo(dtype).eps
+        for mine in results:
+            (split, normed, stream), (without_peers, *others) = mine[2 * call : 2 * call + 2]
+            assert split == (call in (0, 4)) and not without_peers
+            for x, y in ((normed, stream), others):
+                np.testing.assert_allclose(y, sums, rtol=4 * eps, atol=16 * eps)
+                np.testing.assert_allclose(x, add_rms_norm_torch(sums, 0 * sums, weight.float(), 1e-5)[0], rtol=0.05 if dtype != FP32 else 1e-4, atol=0.05 if dtype != FP32 else 1e-4)
+            assert np.array_equal(normed, results[0][2 * call][1])  # the same bits everywhere
 
 
 # whose rows have owners: as many each, one rank fewer, one row each; then parts that stay whole, and parts that go again
@@ -605,6 +668,62 @@ def test_how_a_group_sums_and_normalises(monkeypatch):
     group.peers.whole_lines = True
     assert group.peers.add_rms_norm(torch.ones(4, 8, dtype=BF16), torch.ones(4, 8), norm.weight, 1e-5) is None  # of two dtypes
     group.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+@pytest.mark.parametrize("whole_lines", [True, False])
+def test_a_group_sums_the_splits_that_it_promises_to_sum(whole_lines, monkeypatch):
+    "By the kernel of lines, and no other; what it did not promise is summed all the same, by torch in front of an all-reduce"
+    monkeypatch.setattr(distributed, "PUSH_NUMBERS", 24)  # the interpreter is slow
+    monkeypatch.setattr(distributed, "SCATTER_ROWS", 3)  # the number of splits is no number of rows
+    group, buffer, used = ProcessGroup(0, 1, open_store(1)), torch.zeros(buffer_bytes(1), dtype=torch.uint8), []
+    start = place_start(1, 0)
+    group.peers = PeerMemory(0, buffer, torch.tensor([buffer.data_ptr()]), whole_lines=whole_lines, first_places=[buffer[start : start + PLACE_BYTES]])
+    all_reduce, push = group.all_reduce, distributed.push_add_norm
+    group.all_reduce = lambda x: used.append(x.dim()) or all_reduce(x)
+    group.world_size = 2  # for what the base class decides; the peer memory is of one
+    monkeypatch.setattr(distributed, "push_add_norm", lambda part, *args: used.append("lines") or push(part, *args))
+    group.peers.all_reduce = lambda x: x
+    promises = {}
+    for rows, hidden, dtype, in_gaps in [
+        (4, 8, BF16, False), (3, 8, BF16, False), (4, 8, FP32, False), (5, 8, FP16, False), (5, 6, BF16, False), (LINE_ROWS + 1, 8, BF16, False), (4, 8, BF16, True),
+    ]:
+        norm = RMSNorm(hidden, 1e-5).requires_grad_(False).to(dtype)
+        parts, whole, residual, weight = split_input(1, rows, 4, rows, hidden, dtype)
+        part = parts[0].transpose(0, 1).contiguous().transpose(0, 1) if in_gaps else parts[0]
+        norm.weight.copy_(weight)
+        promised = promises[rows, hidden, dtype] = group.sums_splits((rows, hidden), dtype)
+        for stream in (residual, None):
+            used.clear()
+            directly = group.peers.add_rms_norm(part, stream, norm.weight, norm.eps)
+            assert (directly is not None) == (promised and not in_gaps) == (used == ["lines"])
+            used.clear()
+            ours = group.add_rms_norm(part, stream, norm)
+            assert used == (["lines"] if promised and not in_gaps else [2])
+            expected = whole[0] if stream is None else whole[0] + stream
+            tolerance = dict(rtol=2 * torch.finfo(dtype).eps, atol=1e-5 if dtype == FP32 else 1e-2)
+            torch.testing.assert_close(ours[1], expected, **tolerance)
+            torch.testing.assert_close(ours[0], norm(expected), **tolerance)
+    assert [key for key, promised in promises.items() if promised] == ([(4, 8, BF16), (5, 8, FP16)] if whole_lines else [])
+    # of two dtypes: the promise was about one
+    part, residual, norm = torch.ones(4, 4, 8).bfloat16(), torch.ones(4, 8), RMSNorm(8).requires_grad_(False)
+    assert group.peers.add_rms_norm(part, residual, norm.weight, 1e-5) is None
+    assert torch.equal(group.add_rms_norm(part, residual, norm)[1], torch.full((4, 8), 5.0))
+    group.world_size, group.peers = 1, None
+    group.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_splits_are_promised_where_their_sum_has_lines(world_size):
+    peers = PeerMemory(0, torch.zeros(buffer_bytes(world_size), dtype=torch.uint8), torch.zeros(world_size, dtype=torch.int64))
+    for rows in (1, 8, 9, 16, 128, 129, LINE_ROWS, LINE_ROWS + 1):
+        for hidden in (100, 102, 1024, 4096, 8192, 16384):
+            for dtype in (BF16, FP32):
+                whole = torch.empty(rows, hidden, dtype=dtype)
+                promised = peers.sums_splits((rows, hidden), dtype)
+                assert promised == (fits_lines(whole, world_size) and whole.numel() > PUSH_NUMBERS)
+                assert fits_lines(whole.expand(2, rows, hidden).contiguous(), world_size) == fits_lines(whole, world_size)
+    assert not fits_lines(torch.empty(4, 2, 64, dtype=BF16).transpose(0, 1)) and not fits_lines(torch.empty(2, 4, 64, dtype=BF16)[..., :32])
 
 
 @pytest.mark.parametrize("way", ["all_reduce", "add_rms_norm", "norm behind", "pushed", "by owners"])

@@ -58,6 +58,18 @@ def test_every_kernel_is_compiled_in_the_dtypes_that_its_launcher_declares(rows,
     assert compiled and all(dtypes == declared for dtypes in compiled.values()), compiled
 
 
+@pytest.mark.parametrize("kernel", ["rms_norm_kernel", "norm_rope_store_kernel", "push_add_norm_kernel"])
+def test_what_sums_splits_is_compiled_with_several_and_with_one(rows, kernel):
+    "For every target, and in every dtype of the launcher"
+    found = [row for row in rows if row["kernel"] == kernel and row["op"] != "rms_norm_triton" and "error" not in row]
+    declared = {str(dtype).removeprefix("torch.") for dtype in LAUNCHERS[found[0]["op"]].dtypes}
+    for several in (True, False):
+        chosen = [row for row in found if (row["tile"]["SPLITS"] > 1) == several]
+        assert {row["target"] for row in chosen} == set(TARGETS)
+        assert {row["case"]["dtype"] for row in chosen if row["target"] == MAIN_TARGET} == declared
+        assert all(row["stack"] == 0 for row in chosen), chosen  # in registers
+
+
 @pytest.mark.parametrize("target, instruction", [(80, "mma"), (90, "wgmma"), (100, "tcgen05"), (120, "mma")])
 def test_prefill_uses_the_matrix_units_of_its_generation(rows, target, instruction):
     found = [row for row in rows if row["target"] == target and row["kernel"] in ("paged_prefill_kernel", "paged_prefill_hopper_kernel")]

@@ -331,8 +331,88 @@ def test_fused_kernel_refuses_what_does_not_fit(width, head_dim, message):
         norm_rope_store_triton(*fused_case(1, 9, 3, 8), gaps, gaps, torch.tensor([0]))
 
 
+
 def test_on_the_cpu_dispatchers_use_the_twins(monkeypatch):
     for name in ("store_kv_triton", "norm_rope_store_triton"):
         monkeypatch.setattr(f"minivllm.kernels.kv_cache.{name}", None)
     store_kv(*torch.randn(2, 1, 3, 8), *caches(), torch.tensor([0]))
     norm_rope_store(*fused_case(1, 9, 3, 8), *caches(), torch.tensor([0]))
+
+
+# A projection that was split along its inputs: its sum is meant
+
+
+def summed(qkv):
+    "What the kernel sums in float32, rounded"
+    total = qkv[0].float()
+    for part in qkv[1:]:
+        total = total + part.float()
+    return total.to(qkv.dtype)
+
+
+def store_splits(fused, qkv, rest, num_kv_heads, slots):
+    "Queries, and the bits of caches that were empty"
+    both = caches(3, 4, num_kv_heads, rest[1].shape[-1], qkv.device, qkv.dtype)
+    q = fused(qkv, *rest, *both, torch.tensor(slots, dtype=torch.int64, device=qkv.device))
+    return q, both.view({2: torch.int16, 4: torch.int32}[qkv.element_size()])
+
+
+SPLIT_SHAPES = [*SHAPES, (3, 4, 2, 12), (2, 5, 1, 6)]
+
+
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("splits", [1, 2, 3, 8])
+@pytest.mark.parametrize("shape", SPLIT_SHAPES)
+def test_fused_kernel_of_splits_is_that_of_their_sum(shape, splits, dtype, norms):
+    "Bit for bit, in queries and caches; the last token is padding"
+    torch.manual_seed(0)
+    num_tokens, _, num_kv_heads, _ = shape
+    qkv, *rest = fused_case(*shape, dtype, norms, device=DEVICES[-1])
+    qkv = torch.stack([qkv, *torch.randn(splits - 1, *qkv.shape, device=DEVICES[-1]).to(dtype)])
+    before, slots = qkv.clone(), [7, 2, 11, 0, 4][: num_tokens - 1] + [-1]
+    ours, expected = (store_splits(norm_rope_store_triton, x, rest, num_kv_heads, slots) for x in (qkv, summed(qkv)))
+    assert ours[0].shape == shape[:2] + shape[3:] and ours[0].dtype == dtype
+    assert all(map(torch.equal, ours, expected)) and torch.equal(qkv, before)
+
+
+@pytest.mark.parametrize("view", [
+    lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),  # a token's splits side by side
+    lambda x: torch.cat((x, x), 2)[..., : x.shape[2]],
+    lambda x: x.mT.contiguous().mT,
+    lambda x: torch.cat((x, x))[::2],
+])
+def test_fused_kernel_of_splits_in_any_layout(view):
+    _, *rest = fused_case(3, 9, 3, 8, device=DEVICES[-1])
+    x = view(torch.randn(4, 3, 120, device=DEVICES[-1]))
+    ours, expected = (store_splits(norm_rope_store_triton, y, rest, 3, [7, -1, 2]) for y in (x, summed(x)))
+    assert all(map(torch.equal, ours, expected))
+
+
+def test_fused_kernel_of_splits_without_tokens():
+    qkv, *rest = fused_case(0, 9, 3, 8, device=DEVICES[-1])
+    assert store_splits(norm_rope_store_triton, qkv.expand(2, 0, 120), rest, 3, [])[0].shape == (0, 9, 8)
+
+
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_splits_without_a_kernel(dtype, norms, monkeypatch):
+    monkeypatch.setattr("minivllm.kernels.kv_cache.norm_rope_store_triton", None)
+    qkv, *rest = fused_case(4, 9, 3, 8, dtype, norms)
+    qkv = torch.stack((qkv, *torch.randn(2, *qkv.shape).to(dtype)))
+    ours = store_splits(norm_rope_store, qkv, rest, 3, [7, -1, 2, 5])
+    expected = store_splits(norm_rope_store_torch, qkv.sum(0), rest, 3, [7, -1, 2, 5])
+    assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(width=15 * 8 + 4), "don't fit"),
+    (dict(width=6 * 8), "don't fit"),
+    (dict(tokens=3), "3 tokens, but slots for 1"),  # not the number of splits
+    (dict(dtype=torch.float16), "torch.float16 doesn't go with caches of torch.float32"),
+])
+def test_fused_kernel_refuses_splits_that_do_not_fit(change, message):
+    change = dict(tokens=1, width=120, dtype=torch.float32) | change
+    qkv = torch.zeros(2, change["tokens"], change["width"], dtype=change["dtype"])
+    with pytest.raises(ValueError, match=message):
+        norm_rope_store_triton(qkv, *fused_case(1, 9, 3, 8)[1:], *caches(), torch.tensor([0]))

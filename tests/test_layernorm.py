@@ -231,6 +231,7 @@ def test_kernel_refuses_what_does_not_fit():
         add_rms_norm_triton(x, x.half(), weight, 1e-5)
 
 
+
 def test_launch_configs_fit():
     for size in (1, 64, 80, 128, 576, 896, 1024, 1536, 4096, 5120, 16384):
         config = launch_config(size)
@@ -261,3 +262,105 @@ def test_offsets_beyond_32_bits():
     y = rms_norm_triton(x, weight, 0.0)
     assert_like_twin(y[-1:], rms_norm_torch(x[-1:], weight, 0.0))
     assert torch.equal(y[:-1:4096], torch.ones_like(y[:-1:4096]))
+
+
+# Products that were split along their inputs: their sum is what is added
+
+
+SPLIT_SHAPES = [(5, 64), (33, 64), (3, 77), (1, 576), (7,), (2, 3, 40), (2, 2, 3, 16), (5, 1)]
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [2, 3, 4, 8])
+@pytest.mark.parametrize("shape", SPLIT_SHAPES)
+def test_kernel_sums_splits_and_rounds_once(shape, splits, dtype, device):
+    x, residual = (3 * random(splits, *shape)).to(device, dtype), random(*shape, seed=1).to(device, dtype)
+    before, weight = x.clone(), (0.5 + random(shape[-1], seed=2).abs()).to(device, dtype)
+    y, stream = add_rms_norm_triton(x, residual, weight, 1e-5)
+    assert torch.equal(x, before) and y.shape == stream.shape == shape and y.dtype == stream.dtype == dtype
+    terms = torch.cat((x, residual[None])).double()
+    step = torch.finfo(dtype).eps
+    assert ((stream.double() - terms.sum(0)).abs() <= step / 2 * terms.sum(0).abs() + splits * 2**-24 * terms.abs().sum(0)).all()
+    torch.testing.assert_close(y.double(), normed(stream, weight), rtol=4 * step, atol=1e-7)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_splits_are_summed_in_float32(device):
+    "In bfloat16 256 + 1 is 256"
+    x = torch.tensor([256.0, 1.0, 1.0, -256.0], device=device).bfloat16()[:, None, None].expand(4, 2, 16)
+    residual, weight = torch.zeros(2, 16, device=device).bfloat16(), torch.ones(16, device=device).bfloat16()
+    assert torch.equal(add_rms_norm_triton(x, residual, weight, 1e-5)[1], residual + 2)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SPLIT_SHAPES)
+def test_a_single_split_is_the_plain_case(shape, dtype, device):
+    x, residual = (random(*shape, seed=seed).to(device, dtype) for seed in range(2))
+    weight = random(shape[-1], seed=2).to(device, dtype)
+    pairs = zip(add_rms_norm_triton(x[None], residual, weight, 1e-5), add_rms_norm_triton(x, residual, weight, 1e-5))
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("view", [
+    lambda x: x.transpose(0, 1),  # a token's splits side by side
+    lambda x: x[..., ::2],
+    lambda x: x[..., 1:],
+    lambda x: x[1:, ::2],
+    lambda x: x.transpose(1, 2),
+    lambda x: x[:1].expand(4, 6, 16),
+    lambda x: x.unflatten(1, (2, 3)).transpose(1, 2),
+])
+def test_kernel_sums_splits_in_any_layout(view, dtype, device):
+    x = view(random(5, 6, 16).to(device, dtype))
+    residual = view(random(5, 6, 16, seed=1).to(device, dtype))[0]
+    weight = random(x.shape[-1], seed=2).abs().to(device, dtype)
+    pairs = zip(add_rms_norm_triton(x, residual, weight, 1e-5), add_rms_norm_triton(x.clone(memory_format=torch.contiguous_format), residual.contiguous(), weight, 1e-5))
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_splits_does_not_depend_on_its_batch(dtype, device):
+    x, residual, weight = (t.to(device, dtype) for t in (random(4, 40, 96), random(40, 96, seed=1), random(96, seed=2)))
+    together = add_rms_norm_triton(x, residual, weight, 1e-5)
+    for i in (0, 17, 39):
+        alone = add_rms_norm_triton(x[:, i : i + 1], residual[i : i + 1], weight, 1e-5)
+        assert all(torch.equal(a[0], b[i]) for a, b in zip(alone, together))
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("shape", [(3, 0, 64), (2, 2, 0, 16)])
+def test_splits_of_nothing(shape, device):
+    residual, weight = torch.empty(shape[1:], device=device), torch.ones(shape[-1], device=device)
+    y, stream = add_rms_norm_triton(torch.empty(shape, device=device), residual, weight, 1e-5)
+    assert y.shape == stream.shape == shape[1:]
+
+
+@pytest.mark.parametrize("shape, stream", [
+    ((2, 5, 8), (4, 8)), ((2, 5, 8), (2, 8)), ((2, 5, 8), (1, 8)), ((2, 5, 8), (8,)), ((0, 5, 8), (5, 8)), ((2, 2, 5, 8), (5, 8)), ((5, 8), (2, 5, 8)),
+])
+def test_kernel_refuses_splits_of_another_shape(shape, stream):
+    with pytest.raises(ValueError) as error:
+        add_rms_norm_triton(torch.ones(shape), torch.ones(stream), torch.ones(8), 1e-5)
+    assert str(shape) in str(error.value) and str(stream) in str(error.value)
+    with pytest.raises(ValueError, match="residual torch.float16"):
+        add_rms_norm_triton(torch.ones(2, 5, 8), torch.ones(5, 8).half(), torch.ones(8), 1e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_splits_without_a_kernel(dtype, monkeypatch):
+    "The dispatcher and the layer, in torch"
+    monkeypatch.setattr("minivllm.layers.layernorm.add_rms_norm_triton", None)
+    x, residual, norm = random(4, 9, 32, dtype=dtype), random(9, 32, seed=1, dtype=dtype), RMSNorm(32, eps=1e-5).to(dtype)
+    norm.weight.data.copy_(random(32, seed=2))
+    expected = add_rms_norm_torch(x.double().sum(0).to(dtype), residual, norm.weight, 1e-5)
+    tolerance = dict(rtol=2 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+    for pair in (add_rms_norm(x, residual, norm.weight, 1e-5), norm(x, residual)):
+        for ours, wanted in zip(pair, expected):
+            torch.testing.assert_close(ours, wanted, **tolerance)
+    assert all(map(torch.equal, norm(x[:1], residual), norm(x[0], residual)))

@@ -8,11 +8,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from kernel_targets import pretend_gpu
 from minivllm.distributed import SINGLE, TensorParallelGroup, run_ranks
 from minivllm.layers.activation import silu_and_mul
 from minivllm.layers.linear import (
-    MIN_ONEDNN_SIZE, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear,
-    RowParallelLinear, copy_shard, linear, load_whole, pack_weights, packed, uses_onednn,
+    MIN_ONEDNN_SIZE, SPLIT_ROWS, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear,
+    RowParallelLinear, copy_shard, linear, linear_split_k, load_whole, pack_weights, packed, split_k, uses_onednn,
 )
 
 WORLD_SIZES = st.sampled_from([1, 2, 4])
@@ -258,3 +259,146 @@ def test_packing_keeps_the_product_and_refuses_to_be_loaded():
 
 def test_layers_need_no_group():
     assert ColumnParallelLinear(4, 4).tp is SINGLE
+
+
+# Products that are split along their inputs, whose sum a kernel behind them forms
+
+
+WIDTHS = st.one_of(st.integers(1, 300).map(lambda n: 64 * n), st.integers(1, 20_000))
+HALF = st.sampled_from([torch.bfloat16, torch.float16])
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@settings(max_examples=200, deadline=None)
+@given(num_rows=st.one_of(st.sampled_from(SPLIT_ROWS), st.integers(0, 5000)), output_size=WIDTHS, input_size=WIDTHS, dtype=HALF)
+def test_shares_of_a_split_are_equal_and_whole(capability, num_rows, output_size, input_size, dtype):
+    with pretend_gpu(capability):
+        splits = split_k(num_rows, torch.empty(output_size, input_size, device="cuda", dtype=dtype))
+    assert splits >= 1 and splits & (splits - 1) == 0
+    if splits > 1:
+        assert input_size % splits == 0 and input_size // splits % 64 == 0 and num_rows in SPLIT_ROWS
+
+
+def test_what_is_split():
+    "On a GPU a deep and narrow product of a decode step, in half precision"
+    with pretend_gpu(90):
+        weight = torch.empty(1024, 8192, device="cuda", dtype=torch.bfloat16)
+        assert split_k(64, weight) > 1 and split_k(64, weight.half()) > 1
+        assert split_k(64, weight.float()) == split_k(64, weight.double()) == 1
+        for num_rows in (0, SPLIT_ROWS.start - 1, SPLIT_ROWS.stop, 100_000):
+            assert split_k(num_rows, weight) == 1
+    for dtype in (torch.bfloat16, torch.float32):
+        assert split_k(64, torch.empty(1024, 8192, dtype=dtype)) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    splits=st.sampled_from([1, 2, 3, 4, 8]), share=st.integers(1, 70), rows=st.integers(0, 20), size=st.integers(1, 40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), strided=st.booleans(),
+)
+def test_splits_add_up_to_the_product(splits, share, rows, size, dtype, strided):
+    x, weight = (torch.randn(n, 2 * splits * share).to(dtype) for n in (rows, size))
+    x, weight = (t[:, : splits * share] if strided else t[:, : splits * share].contiguous() for t in (x, weight))
+    parts = linear_split_k(x, weight, splits)
+    assert parts.shape == (splits, rows, size) and parts.dtype == dtype and parts.is_contiguous()
+    each = x.double().unflatten(1, (splits, share)).transpose(0, 1) @ weight.double().unflatten(1, (splits, share)).permute(1, 2, 0)
+    tolerance = torch.finfo(dtype).eps
+    torch.testing.assert_close(parts.double(), each, rtol=tolerance, atol=20 * share * 2**-23 + 1e-3 * (dtype != torch.float32))
+    whole = x.double() @ weight.double().T
+    assert ((parts.double().sum(0) - whole).abs() <= tolerance * each.abs().sum(0) + 20 * share * splits * 2**-23 + 1e-3 * (dtype != torch.float32)).all()
+
+
+def split_into(monkeypatch, splits, seen=None):
+    "Every product is split"
+    monkeypatch.setattr("minivllm.layers.linear.split_k", lambda *args: [splits, seen is None or seen.append(args)][0])
+
+
+class Summing(TensorParallelGroup):
+    "One of two ranks, whose norms sum splits of some shapes"
+
+    def __init__(self, *shapes):
+        super().__init__(1, 2)
+        self.shapes, self.asked = shapes, []
+
+    def sums_splits(self, shape, dtype):
+        self.asked.append((tuple(shape), dtype))
+        return tuple(shape) in self.shapes
+
+    def all_reduce(self, x):
+        return x
+
+
+@pytest.mark.parametrize("tp", [SINGLE, Summing((5, 6))])
+def test_a_row_parallel_product_in_front_of_a_norm_is_split(tp, monkeypatch):
+    seen = []
+    split_into(monkeypatch, 4, seen)
+    layer, x = RowParallelLinear(16 * tp.world_size, 6, tp=tp, place=0), torch.randn(5, 16)
+    layer.weight.normal_()
+    parts = layer(x)
+    assert torch.equal(parts, linear_split_k(x, layer.weight, 4)) and parts.shape == (4, 5, 6)
+    torch.testing.assert_close(parts.sum(0), F.linear(x, layer.weight))
+    assert [(num_rows, weight is layer.weight) for num_rows, weight in seen] == [(5, True)]
+
+
+@pytest.mark.parametrize("tp", [SINGLE, Summing((5, 6))])
+@pytest.mark.parametrize("options", [dict(place=0, bias=True), dict(place=1, bias=True), dict(place=None), dict(place=None, bias=True)])
+def test_a_row_parallel_product_that_no_norm_sums_stays_whole(tp, options, monkeypatch):
+    split_into(monkeypatch, 4)
+    layer, x = RowParallelLinear(16 * tp.world_size, 6, tp=tp, **options), torch.randn(5, 16)
+    for param in layer.parameters():
+        param.data.normal_()
+    bias = layer.bias if tp.rank == 0 else None
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, bias))
+
+
+def test_a_group_decides_whether_its_parts_are_split(monkeypatch):
+    split_into(monkeypatch, 2)
+    tp = Summing((5, 6), (9, 6))
+    layer = RowParallelLinear(32, 6, tp=tp, place=1).to(torch.bfloat16)
+    layer.weight.normal_()
+    assert [layer(torch.ones(n, 16).bfloat16()).dim() for n in (5, 6, 9)] == [3, 2, 3]
+    assert tp.asked == [((n, 6), torch.bfloat16) for n in (5, 6, 9)]
+    assert RowParallelLinear(32, 6, tp=TensorParallelGroup(1, 2), place=0)(torch.ones(5, 16)).shape == (5, 6)
+    split_into(monkeypatch, 1)
+    assert RowParallelLinear(16, 6, place=0)(torch.ones(5, 16)).shape == (5, 6)
+    assert len(tp.asked) == 3  # the rule is asked first
+
+
+@pytest.mark.parametrize("tp", [SINGLE, TensorParallelGroup(1, 2)])
+@pytest.mark.parametrize("options", [dict(may_split=True), dict(may_split=True, bias=True), dict(), dict(bias=True)])
+def test_a_qkv_product_is_split_where_the_layer_behind_sums(options, tp, monkeypatch):
+    seen = []
+    split_into(monkeypatch, 4, seen)
+    layer, x = QKVParallelLinear(16, 3, 4, 2, tp=tp, **options), torch.randn(5, 16)
+    for param in layer.parameters():
+        param.data.normal_()
+    y, split = layer(x), options == dict(may_split=True)
+    assert y.shape == ((4,) if split else ()) + (5, 24 // tp.world_size) and len(seen) == split
+    torch.testing.assert_close(y.sum(0) if split else y, F.linear(x, layer.weight, layer.bias))
+    if split:
+        assert torch.equal(y, linear_split_k(x, layer.weight, 4)) and seen[0][0] == 5 and seen[0][1] is layer.weight
+        split_into(monkeypatch, 1)
+        assert torch.equal(layer(x), F.linear(x, layer.weight))
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_layers_whose_products_may_be_split_hold_the_same_shards(n):
+    row, qkv = tensors(6, 8 * n), [tensors(count * 2, 8) for count in (4, 2, 2)]
+    for bias in (False, True):
+        full_row, *full_qkv = [full if bias else {"weight": full["weight"]} for full in (row, *qkv)]
+        for rank in range(n):
+            tp = TensorParallelGroup(rank, n)
+            plain, placed = (load(RowParallelLinear(8 * n, 6, bias, tp, place), full_row) for place in (None, 1))
+            whole, split = (load(QKVParallelLinear(8, 2, 4, 2, bias, tp, may_split), full_qkv, *"qkv") for may_split in (False, True))
+            for ours, expected in ((placed, plain), (split, whole)):
+                states = ours.state_dict(), expected.state_dict()
+                assert states[0].keys() == states[1].keys() and all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+
+
+def test_a_split_product_of_a_packed_weight_is_never_asked_for():
+    "oneDNN's layout can't be cut; it is for the CPU, where nothing is split"
+    layer = RowParallelLinear(LARGE[1], LARGE[0], place=0)
+    layer.weight.data.normal_()
+    pack_weights(layer)
+    x = torch.randn(64, LARGE[1])
+    assert torch.equal(layer(x), linear(x, layer.weight))

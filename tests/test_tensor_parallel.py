@@ -15,15 +15,19 @@ import pytest
 import torch
 import transformers
 from byte_tokenizer import byte_tokenizer
+from paging import Pages
 from processes import LIMIT, is_alive, within
-from rigs import TINY, tiny_model
+from rigs import DEVICE, RIGS, TINY, load, tiny_model
 
 import minivllm
 import tp_rig
 from minivllm import LLM, SamplingParams
+from minivllm.distributed import SINGLE, PretendGroup, TensorParallelGroup, run_ranks
 from minivllm.engine import model_runner
 from minivllm.engine.model_runner import ModelRunner, check_shards
 from minivllm.engine.worker import WorkerError, Workers
+from minivllm.layers.attention import ForwardContext, TorchAttentionBackend, TritonAttentionBackend
+from minivllm.layers.linear import linear_split_k
 
 T0 = dict(skip_tokenizer_init=True, device="cpu", dtype="float32", block_size=4, num_kv_blocks=16, max_model_len=64,
           max_num_batched_tokens=16, max_num_seqs=4)
@@ -172,6 +176,103 @@ def test_ctrl_c_leaves_the_engine_usable(llama, expected):
         timer.join()
         assert not llama.engine.has_unfinished_requests()
         assert tokens_of(llama) == expected("llama")
+
+
+# Products that are split along their inputs: the same model
+
+
+EXPERTS = "Qwen3Moe", dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+SPLIT = {"llama": 3, "qwen2": 2, "qwen3": 3, "experts": 2, "llama-biased": 0}  # of a layer's products; none that has a bias
+STEPS = [{0: 9, 1: 5}, {0: 1, 1: 1, 2: 12}, {0: 1, 2: 3, 1: 1}, {0: 1, 1: 1, 2: 1}]  # tokens of each request
+
+
+@torch.inference_mode()
+def logits_of_steps(model, tp=SINGLE):
+    "Of all tokens of some steps: prompts, chunks, decodes"
+    for module in model.modules():
+        if hasattr(module, "tp"):
+            module.tp = tp
+    config, heads, pages, logits = model.config, model.model.layers[0].self_attn.attn.num_kv_heads, Pages(4, num_blocks=32), []
+    caches = [(k, v) for k, v in torch.zeros(config.num_layers, 2, 32, 4, heads, config.head_dim, device=DEVICE)]
+    for number, step in enumerate(STEPS):
+        for request in step.keys() - pages.tables.keys():
+            pages.start(request)
+        ctx, positions, _ = pages.step(step, caches, lambda *args: ForwardContext(*(arg.to(DEVICE) if isinstance(arg, torch.Tensor) else arg for arg in args)))
+        token_ids = (37 * positions + 11 * number) % 256
+        logits.append(model.compute_logits(model(token_ids.to(DEVICE), positions.to(DEVICE), ctx)))
+    return None if logits[0] is None else torch.cat(logits)
+
+
+@pytest.fixture
+def split(monkeypatch):
+    "Has every product split that allows it, and notes the shapes of the results"
+    monkeypatch.setitem(RIGS, "experts", EXPERTS)
+    monkeypatch.setattr("minivllm.models.llama.LlamaModel.has_few_rows", lambda self, x: False)
+    seen = []
+
+    def noted(x, weight, splits):
+        seen.append(tuple((y := linear_split_k(x, weight, splits)).shape))
+        return y
+
+    def split_all(splits):
+        monkeypatch.setattr("minivllm.layers.linear.split_k", lambda num_rows, weight: splits if weight.shape[1] % splits == 0 else 1)
+        monkeypatch.setattr("minivllm.layers.linear.linear_split_k", noted)
+        return seen
+
+    return split_all
+
+
+def assert_same_logits(ours, expected):
+    assert ours.shape == expected.shape and expected.abs().max() > 1
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("name, by_kernels", [
+    *((name, False) for name in SPLIT), ("qwen2", True), ("qwen3", True), *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("llama", "experts", "llama-biased")),
+])
+def test_a_model_whose_products_are_split_says_the_same(name, by_kernels, split, monkeypatch):
+    "With the torch backend, and with Triton's, whose kernels are interpreted where there is no GPU"
+    shapes = split(1)
+    model = load(tiny_model(name)[0], backend=TritonAttentionBackend if by_kernels else TorchAttentionBackend)
+    for module in ("layers.layernorm", "kernels.kv_cache"):
+        monkeypatch.setattr(f"minivllm.{module}.can_launch", lambda device: by_kernels)
+    expected = logits_of_steps(model)
+    assert not shapes
+    for splits in (4,) if by_kernels else (2, 4):
+        shapes.clear()
+        split(splits)
+        assert_same_logits(logits_of_steps(model), expected)
+        assert len(shapes) == SPLIT[name] * model.config.num_layers * len(STEPS) and all(shape[0] == splits for shape in shapes)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="threads that share tensors")
+@pytest.mark.parametrize("promised", [False, True])
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "experts"])
+def test_ranks_whose_products_are_split_say_the_same(name, world_size, promised, split, monkeypatch):
+    "Where the group sums splits, and where it does not, and only the projection into heads is split"
+    monkeypatch.setattr(PretendGroup, "sums_splits", lambda self, shape, dtype: promised)
+    shapes, folder = split(1), tiny_model(name)[0]
+    expected = logits_of_steps(load(folder))
+    # building sets a default dtype, which threads share: one after another
+    models = [load(folder, tp=TensorParallelGroup(rank, world_size)) for rank in range(world_size)]
+    split(2)
+    ours, *others = run_ranks(lambda tp: logits_of_steps(models[tp.rank], tp), world_size)
+    assert_same_logits(ours, expected)
+    assert all(logits is None for logits in others)
+    of_a_layer = SPLIT[name] if promised else int(name != "qwen2")
+    assert len(shapes) == of_a_layer * models[0].config.num_layers * len(STEPS) * world_size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_engines_whose_products_are_split_say_the_same(name, expected, monkeypatch):
+    tokens = expected(name)
+    monkeypatch.setattr("minivllm.layers.linear.split_k", tp_rig.split_in_two)
+    monkeypatch.setattr(model_runner, "make_worker", tp_rig.splitting_worker)
+    for world_size in (1, 2):
+        with start(tiny_model(name)[0], world_size) as llm:
+            assert tokens_of(llm) == tokens
 
 
 # Sizes

@@ -1,6 +1,7 @@
 "Ranks as processes: what workers run must be found in a module"
 import time
 from multiprocessing import shared_memory
+from unittest import mock
 
 import torch
 
@@ -124,6 +125,56 @@ def peer_norms(tp, names, steps, late, way):
     return results
 
 
+def split_input(world_size, call, splits, rows, hidden, dtype):
+    "`norm_input`, every rank's part in splits, and what they add up to, rounded"
+    _, residual, weight = norm_input(world_size, call, rows, hidden, dtype)
+    parts = torch.randn(world_size, splits, rows, hidden, generator=torch.Generator().manual_seed(1000 + call)).to(dtype)
+    whole = parts[:, 0].float()
+    for i in range(1, splits):
+        whole = whole + parts[:, i].float()
+    return parts, whole.to(dtype), residual, weight
+
+
+def split_norms(tp, names, steps, late):
+    "Sums of parts in splits, in the interpreter, each in front of that of the same parts in one piece"
+    peers, results = peers_of(tp, names), []
+    for call, step in enumerate(steps):
+        parts, whole, residual, weight = split_input(len(names), call, *step)
+        if call % 3 == 2:
+            residual = None  # the first sum of a step
+        for part in (parts[tp.rank], whole[tp.rank]):
+            if tp.rank == late:
+                time.sleep(0.02)  # the others would have come and gone
+            given = part.clone()
+            assert distributed.fits_lines(part, len(names))
+            pair = distributed.push_add_norm(part, residual, weight, 1e-5, peers.addresses, tp.rank)
+            assert torch.equal(part, given)
+            results.append([y.float().numpy() for y in pair])
+    return results
+
+
+@mock.patch.object(distributed, "PUSH_NUMBERS", 24)  # the interpreter is slow
+@mock.patch("minivllm.layers.linear.split_k", lambda num_rows, weight: 4)
+def split_layers(tp, names, steps):
+    "What a layer whose product may be split adds to the stream, with peers and without; whether it was split"
+    results, peers = [], peers_of(tp, names)
+    for call, (rows, hidden, inputs, dtype) in enumerate(steps):
+        xs, weights, _, _ = product_input(len(names), call, rows, hidden, inputs, dtype)
+        _, residual, weight = norm_input(len(names), call, rows, hidden, dtype)
+        norm = RMSNorm(hidden, 1e-5).requires_grad_(False).to(dtype)
+        norm.weight.copy_(weight)
+        layer = RowParallelLinear(inputs * len(names), hidden, tp=tp, place=call % 2).to(dtype)
+        layer.weight.copy_(weights[tp.rank])
+        try:
+            for tp.peers in (peers, None):
+                part = layer(xs[tp.rank])
+                x, stream = tp.add_rms_norm(part, residual, norm)
+                results.append((part.dim() == 3, x.float().numpy().copy(), stream.float().numpy().copy()))
+        finally:
+            tp.peers = None
+    return results
+
+
 def scattered_norms(tp, names, steps, late):
     "Branches of decoder layers, in the interpreter: by product, by product, by anything else; long ones go to the rows' owners"
     tp.peers, distributed.SCATTER_ROWS = peers_of(tp, names), 6  # the test gives it back
@@ -224,6 +275,19 @@ def recording_worker(*args):
 
     ModelRunner.uses_graphs = lambda self: True
     return make_worker(*args)
+
+
+def splitting_worker(*args):
+    "A rank that splits every product that it may split"
+    from minivllm.engine.model_runner import make_worker
+    from minivllm.layers import linear
+
+    linear.split_k = split_in_two
+    return make_worker(*args)
+
+
+def split_in_two(num_rows, weight):
+    return 2
 
 
 def slow_worker(*args):

@@ -248,10 +248,11 @@ def test_which_steps_are_recorded_for_short_contexts(monkeypatch):
     assert runner.short_steps() == {1: 1025, 2: 513, 3: 705, 4: 513}
     graphs = runner.decode_graphs()
     assert [key.size for key in graphs.keys if key.short] == [4, 2, 1] and graphs.max_context_len == 4096
-    monkeypatch.setattr(runner.model_config, "hidden_size", 4096)  # whose products of three rows and more are the library's
-    assert runner.short_steps() == {1: 1025, 2: 513}
     runner.max_model_len = 1025  # all contexts are short for one row, which needs no second recording
-    assert runner.short_steps() == {2: 513}
+    assert runner.short_steps() == {2: 513, 3: 705, 4: 513}
+    runner.max_model_len = 4096
+    monkeypatch.setattr(runner.model_config, "hidden_size", 4096)  # whose products of two rows and more are the library's
+    assert runner.short_steps() == {1: 1025}
     monkeypatch.setattr(runner.model_config, "head_dim", 96)  # heads that it doesn't take
     assert runner.short_steps() == {}
 

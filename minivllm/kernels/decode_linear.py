@@ -259,12 +259,12 @@ def linear_residual_triton(x, weight, residual, bias=None):
     "`linear_residual_torch` in one kernel"
     return _launch(x, None, 0.0, weight, bias, residual)
 
-# %% ../../nbs/14_kernels.decode_linear.ipynb #86cf4e83
+# %% ../../nbs/14_kernels.decode_linear.ipynb #bf73bf7e
 def few_rows(
     hidden_size: int,
 ) -> int:
     "Up to how many rows these kernels take less time than the library's products"
-    return 4 if hidden_size <= 2048 else 2
+    return 4 if hidden_size <= 2048 else 1
 
 
 def norm_linear(x, norm_weight, eps, weight, bias=None):

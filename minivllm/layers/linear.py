@@ -78,8 +78,8 @@ def linear_split_k(
     x, weight = (t.unflatten(1, (splits, -1)).transpose(0, 1) for t in (x, weight))
     return torch.bmm(x, weight.transpose(1, 2))
 
-# %% ../../nbs/07_layers.linear.ipynb #3431afcf
-SPLIT_ROWS = range(3, 257)  # of a step whose products are split
+# %% ../../nbs/07_layers.linear.ipynb #e2c9a32f
+SPLIT_ROWS = range(2, 257)  # of a step whose products are split
 
 
 def good_splits(num_rows: int, output_size: int, input_size: int) -> int:

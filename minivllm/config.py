@@ -12,12 +12,13 @@ __all__ = ['DTYPES', 'SIZES', 'read', 'read_rope', 'read_dtype', 'resolve_dtype'
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from transformers import AutoConfig
 
 from .layers.attention import get_attention_backend
-from .sampling_params import check_option_names, check_range
+from .sampling_params import check_option_names, check_range, unknown_option
 
 # %% ../nbs/16_config.ipynb #57139c1f
 def read(
@@ -319,7 +320,7 @@ def check_num_gpus(
 
 # %% ../nbs/16_config.ipynb #d494ebf4
 def check_options(
-    config,  # an `EngineConfig`
+    config,  # options of an `EngineConfig`, as attributes
 ):
     "Raise a ValueError that names an option, its value and the range, unless each option is in its own"
     tokenizer = config.model if config.tokenizer is None else config.tokenizer
@@ -332,7 +333,8 @@ def check_options(
         if getattr(config, name) is not None:
             setattr(config, name, check_range(name, getattr(config, name), 1))
     for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "async_scheduling"):
-        check_choice(name, getattr(config, name), (True, False))
+        if not isinstance(getattr(config, name), bool):
+            raise ValueError(f"{name}={getattr(config, name)!r}: must be True or False")
     config.seed = check_range("seed", config.seed, 0, 2**63 - 1)
     share = config.gpu_memory_utilization
     check_range("gpu_memory_utilization", share, 0.0, 1.0, kind=float, above=True)
@@ -380,8 +382,17 @@ class EngineConfig:
     load_format: str = "auto"  # or "dummy": seeded random weights, no checkpoint but config.json
 
     def __post_init__(self):
-        check_options(self)
         resolve_options(self)
+
+    def __setattr__(self, name, value):
+        "Store an option, checked once all are there: at the constructor's last one and at every later one"
+        names = list(type(self).__dataclass_fields__)
+        if name not in names:
+            raise AttributeError(unknown_option("EngineConfig", name, names))
+        options = SimpleNamespace(**vars(self) | {name: value})
+        if len(vars(options)) == len(names):
+            check_options(options)
+        vars(self).update(vars(options))
 
 
 # a misspelt option is an error that suggests the right one, not an option that is silently dropped

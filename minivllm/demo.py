@@ -81,9 +81,9 @@ def hf_name(
     if name in TOP_NAMES:
         return TOP_NAMES[name]
     match name.split("."):
-        case "blk", layer, part, suffix if part in LAYER_NAMES:
-            return f"model.layers.{layer}.{LAYER_NAMES[part]}.{suffix}"
-    raise ValueError(f"{name!r} is not a tensor of a Llama model")
+        case "blk", layer, part, "weight" if part in LAYER_NAMES:
+            return f"model.layers.{layer}.{LAYER_NAMES[part]}.weight"
+    raise ValueError(f"{name!r} is not a tensor of a Llama model without biases")
 
 # %% ../nbs/18_demo.ipynb #e2152322
 def unpermute(
@@ -233,6 +233,9 @@ def convert_gguf(
     kind = meta["general.architecture"], meta["tokenizer.ggml.pre"]
     if kind != ("llama", "smollm"):
         raise ValueError(f"can convert a llama with the smollm tokenizer, not {kind}")
+    scaled = [name for name in meta if name.startswith(("llama.rope.scaling.", "llama.rope.scale_"))]
+    if scaled and meta.get("llama.rope.scaling.type") != "none":
+        raise ValueError(f"can't convert scaled rotary embeddings: {', '.join(scaled)}")
     shapes = {hf_name(t.name): t.shape[::-1].tolist() for t in reader.tensors}
     texts = {
         "config.json": to_json(hf_config(meta, "lm_head.weight" not in shapes)),

@@ -74,7 +74,7 @@ LIMITS = {  # of the options that are numbers, as `check_range` takes them
     "min_p": dict(low=0.0, high=1.0, kind=float),
     "presence_penalty": dict(low=-2.0, high=2.0, kind=float),
     "frequency_penalty": dict(low=-2.0, high=2.0, kind=float),
-    "repetition_penalty": dict(low=0.0, high=MAX_TEMPERATURE, kind=float, above=True),
+    "repetition_penalty": dict(low=1e-30, high=MAX_TEMPERATURE, kind=float),  # divided by less, logits are infinite
     "max_tokens": dict(low=1),
     "min_tokens": dict(low=0),
     "seed": dict(low=0, high=MAX_INT),
@@ -115,8 +115,9 @@ def check_sampling_options(options: dict):
     n, least, most = (options[name] for name in ("n", "min_tokens", "max_tokens"))
     if least > most:
         raise ValueError(f"min_tokens={least}: must be at most max_tokens={most}")
-    if n > 1 and options["temperature"] == 0:
-        raise ValueError(f"n={n}: must be 1 where temperature=0, as all answers would be the same")
+    greedy = [f"{name}={value}" for name, value in (("temperature", 0), ("top_k", 1)) if options[name] == value]
+    if n > 1 and greedy:
+        raise ValueError(f"n={n}: must be 1 where {greedy[0]}, as all answers would be the same")
 
 # %% ../nbs/09_sampling_params.ipynb #f8d66c32
 @dataclass(kw_only=True)

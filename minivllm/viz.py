@@ -445,7 +445,7 @@ def _shard_pieces(matrix, world_size):
 def _draw_pieces(ax, x, top, scale, matrix, pieces):
     "Pieces of a matrix packed together, in the colours of the ranks that hold them"
     rows, cols = (scale * n for n in matrix["shape"])
-    offset = 0
+    offset, longest = 0, max(len(label) for label, *_ in pieces)
     for label, start, stop, ranks in pieces:
         size = (stop - start) * scale
         down = not matrix.get("dim")  # cut along the outputs, or not at all
@@ -456,8 +456,9 @@ def _draw_pieces(ax, x, top, scale, matrix, pieces):
             color = dict(fc=request_color(rank), lw=0)
             ax.add_patch(Rectangle((left + i * share, bottom), share, height, **color))
         ax.add_patch(Rectangle((left, bottom), width, height, fc="none", ec="white", lw=1))
-        text = dict(ha="center", va="center", fontsize=7, color=_ink_on(request_color(ranks[0])))
-        ax.text(left + share / 2, bottom + height / 2, label, **text)
+        if share > 0.055 * longest:  # inches; a name that sticks out of its box is read as another
+            text = dict(ha="center", va="center", fontsize=7, color=_ink_on(request_color(ranks[0])))
+            ax.text(left + share / 2, bottom + height / 2, label, **text)
         offset += size
 
 # %% ../nbs/01_viz.ipynb #cf5aee15

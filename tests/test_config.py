@@ -1,5 +1,8 @@
 "Configs as transformers 4 and 5 write them, and options that are checked when they are set"
+import copy
+import dataclasses
 import json
+import pickle
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -119,7 +122,7 @@ def test_end_tokens_are_a_list_whatever_the_file_says(tmp_path):  # F33
     dict(max_num_seqs=0), dict(block_size=0), dict(gpu_memory_utilization=1.5), dict(gpu_memory_utilization=0), dict(max_model_len=0),
     dict(num_kv_blocks=-1), dict(dtype="int8"), dict(scheduling_policy="fair"), dict(load_format="pt"), dict(device="tpu"), dict(seed=-1),
     dict(max_num_batched_tokens=1.5), dict(max_num_seqs=True), dict(enable_prefix_caching="no"), dict(async_scheduling=1.5), dict(skip_tokenizer_init=None),
-    dict(model=None), dict(model=""), dict(model=5), dict(tokenizer=5), dict(tokenizer=""), dict(attention_backend="triton2"),
+    dict(enforce_eager=1), dict(model=None), dict(model=""), dict(model=5), dict(tokenizer=5), dict(tokenizer=""), dict(attention_backend="triton2"),
     dict(attention_backend=None),
 ])
 def test_a_value_out_of_range_names_option_and_value(options):  # F68
@@ -140,6 +143,23 @@ def test_names_of_the_cpu(device):
 
 def test_an_unknown_option_suggests_the_nearest():  # F68
     with pytest.raises(TypeError, match="max_model_len"): EngineConfig("model", max_model_length=128)
+
+
+@pytest.mark.parametrize("name, value", [("max_num_seqs", 0), ("gpu_memory_utilization", 2), ("enforce_eager", 1), ("seed", None), ("model", ""), ("dtype", "int8")])
+def test_a_later_value_is_checked_like_the_first(name, value):
+    config = EngineConfig("model", device="cpu")
+    before = dict(vars(config))
+    with pytest.raises(ValueError, match=f"{name}={value!r}"): setattr(config, name, value)
+    assert vars(config) == before
+
+
+def test_a_later_value_is_stored_like_the_first():
+    config = EngineConfig("model", device="cpu")
+    config.max_num_seqs, config.dtype = np.int64(3), torch.float16
+    assert type(config.max_num_seqs) is int and config.dtype == "float16"
+    with pytest.raises(AttributeError, match="did you mean 'max_model_len'"): config.max_model_length = 5
+    same = [pickle.loads(pickle.dumps(config)), copy.copy(config), dataclasses.replace(config)]
+    assert all(other == config and vars(other) == vars(config) for other in same)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -181,7 +181,7 @@ def test_the_capital_of_france(folder, tokenizer):
 # a tiny model in a wheel of its own, for everything that can go wrong
 
 
-def write_gguf(path, architecture="llama", extra=()):
+def write_gguf(path, architecture="llama", extra=(), scaling=None):
     "A random Llama of one layer"
     hidden, rng = 64, np.random.default_rng(0)
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "lo", *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -193,6 +193,7 @@ def write_gguf(path, architecture="llama", extra=()):
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
     writer.add_rope_freq_base(10000.0)
+    if scaling is not None: writer.add_rope_scaling_type(scaling)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
@@ -462,6 +463,15 @@ def test_only_known_models_are_converted(tmp_path):
     with pytest.raises(ValueError, match="attn_q_norm"):
         demo.convert_gguf(write_gguf(tmp_path / "b.gguf", extra=unknown), tmp_path / "b", progress=False)
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+
+
+def test_what_the_config_would_not_say_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="blk.0.attn_q.bias"):
+        demo.convert_gguf(write_gguf(tmp_path / "a.gguf", extra={"blk.0.attn_q.bias": (64,)}), tmp_path / "a", progress=False)
+    with pytest.raises(ValueError, match="llama.rope.scaling.type"):
+        demo.convert_gguf(write_gguf(tmp_path / "b.gguf", scaling=gguf.RopeScalingType.LINEAR), tmp_path / "b", progress=False)
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+    demo.convert_gguf(write_gguf(tmp_path / "c.gguf", scaling=gguf.RopeScalingType.NONE), tmp_path / "c", progress=False)
 
 
 @pytest.mark.parametrize("tied", [True, False])

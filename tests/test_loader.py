@@ -127,6 +127,13 @@ def test_an_equal_head_on_disk_is_silent(checkpoint):  # F47 b
         assert greedy(folder) == expected
 
 
+@pytest.mark.parametrize("head, problem", [(torch.randn(264, 64), "264"), (torch.ones(260, 64, dtype=torch.int8), "stored as I8")])
+def test_a_head_on_disk_that_does_not_fit_is_named(checkpoint, head, problem):  # F47: also where it would not be used
+    folder, rewrite = checkpoint("qwen3-tied")
+    rewrite(lambda tensors: tensors.update({"lm_head.weight": head}))
+    with pytest.raises(CheckpointError, match=f"doesn't fit [^\n]*\nof the wrong shape or type:\n  lm_head.weight: .*{problem}"): load(folder)
+
+
 def test_untied_without_a_head_is_an_error(checkpoint):  # F47 d
     folder, rewrite = checkpoint("qwen3")
     rewrite(lambda tensors: tensors.pop("lm_head.weight"))

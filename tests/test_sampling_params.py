@@ -24,7 +24,7 @@ VALID = {
     "n": st.integers(1, 16384),
     "presence_penalty": st.floats(-2, 2),
     "frequency_penalty": st.floats(-2, 2) | st.integers(-2, 2),
-    "repetition_penalty": st.floats(0, 3.4e38, exclude_min=True),
+    "repetition_penalty": st.floats(1e-30, 3.4e38),
     "max_tokens": st.integers(1, 10**6),
     "min_tokens": st.integers(0, 10**6),
     "logprobs": st.none() | st.integers(0, 20),
@@ -49,7 +49,7 @@ INVALID = {
     "n": NOT_NUMBERS | st.integers(max_value=0) | st.integers(min_value=16385) | finite,
     "presence_penalty": NOT_NUMBERS | st.floats(max_value=-2, exclude_max=True) | st.floats(min_value=2, exclude_min=True),
     "frequency_penalty": NOT_NUMBERS | st.floats(max_value=-2, exclude_max=True) | st.floats(min_value=2, exclude_min=True),
-    "repetition_penalty": NOT_NUMBERS | st.floats(max_value=0) | st.just(math.inf),
+    "repetition_penalty": NOT_NUMBERS | st.floats(max_value=1e-30, exclude_max=True) | st.just(math.inf),
     "max_tokens": NOT_NUMBERS | st.integers(max_value=0) | finite,
     "min_tokens": NOT_NUMBERS | st.integers(max_value=-1) | finite,
     "logprobs": st.text() | st.booleans() | st.integers(max_value=-1) | st.integers(min_value=21) | finite,
@@ -74,7 +74,7 @@ INVALID = {
 def test_valid_values_are_stored(options):
     if options.get("min_tokens", 0) > options.get("max_tokens", 16):
         options["max_tokens"] = options["min_tokens"]
-    if options.get("temperature") == 0:
+    if options.get("temperature") == 0 or options.get("top_k") == 1:
         options.pop("n", None)
     params = SamplingParams(**options)
     for name, value in options.items():
@@ -90,6 +90,8 @@ def test_valid_values_are_stored(options):
         (dict(min_tokens=16), dict(max_tokens=15), "min_tokens=16: must be at most max_tokens=15"),
         (dict(n=2), dict(temperature=0), "n=2: must be 1 where temperature=0"),
         (dict(temperature=0), dict(n=3), "n=3: must be 1 where temperature=0"),
+        (dict(n=2), dict(top_k=1), "n=2: must be 1 where top_k=1"),
+        (dict(top_k=1), dict(n=3), "n=3: must be 1 where top_k=1"),
     ],
 )
 def test_options_that_do_not_go_together(options, change, message):

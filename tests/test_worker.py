@@ -159,6 +159,23 @@ def test_a_worker_that_does_not_listen_is_ended():
     assert time.monotonic() - start < LIMIT and workers.processes[0].exitcode == -signal.SIGKILL
 
 
+def error_of(fn):
+    "What `fn` raises; in a thread, since it may wait for ever"
+    errors = []
+
+    def run():
+        try:
+            fn()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LIMIT)
+    assert not thread.is_alive(), f"still waiting after {LIMIT} seconds"
+    return errors[0] if errors else None
+
+
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_killed_worker_is_named(victim):
     workers = notebooks(2)
@@ -173,6 +190,73 @@ def test_a_killed_worker_is_named(victim):
     again = notebooks(2)
     assert again.ask("read") == [[], []]
     again.close()
+
+
+def test_a_signal_without_a_name_has_a_number():
+    workers, unnamed = notebooks(2), signal.SIGRTMIN + 1
+    workers.ask("read")
+    os.kill(workers.processes[1].pid, unnamed)
+    error = error_of(lambda: workers.ask("read"))
+    workers.close()
+    assert isinstance(error, WorkerError) and f"rank 2 was killed by signal {unnamed}" in str(error)
+
+
+def test_a_reply_that_cannot_be_read_ends_the_group():
+    workers, freed = notebooks(1), threading.Event()
+    workers.on_failure.append(freed.set)
+    error = error_of(lambda: workers.ask("unreadable"))
+    assert isinstance(error, WorkerError) and "ImportError: only on rank 0" in str(error)
+    assert freed.wait(LIMIT) and workers.failed.wait(LIMIT)
+    workers.close()
+    assert not workers.processes[0].is_alive()
+
+
+def test_rank_0_learns_of_an_end_whatever_its_watcher_does(monkeypatch):
+    def fails(*args):
+        raise MemoryError("nothing is left")
+
+    monkeypatch.setattr(worker, "cause_of", fails)
+    workers = notebooks(2)
+    workers.ask("read")
+    os.kill(workers.processes[0].pid, signal.SIGKILL)
+    error = error_of(lambda: workers.ask("read"))
+    assert isinstance(error, WorkerError) and "MemoryError: nothing is left" in str(error)
+    workers.close()
+    assert not any(process.is_alive() for process in workers.processes)
+
+
+def test_a_worker_that_cannot_be_killed_keeps_nobody_from_being_told(monkeypatch):
+    workers, freed = notebooks(2), threading.Event()
+    workers.ask("read")
+    workers.on_failure += [lambda: 1 / 0, freed.set]
+
+    def refuse():
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(workers.processes[0], "kill", refuse)
+    os.kill(workers.processes[1].pid, signal.SIGKILL)
+    error = error_of(lambda: workers.ask("read"))
+    assert isinstance(error, WorkerError) and "rank 2 was killed by SIGKILL" in str(error)
+    assert freed.wait(LIMIT) and workers.failed.wait(LIMIT)
+    monkeypatch.undo()
+    workers.close()
+    assert not any(process.is_alive() for process in workers.processes)
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_worker_that_ends_is_noticed_though_a_child_holds_its_pipe(victim):
+    workers = notebooks(2)
+    children = workers.ask("have_a_child")
+    os.kill(workers.processes[victim - 1].pid, signal.SIGKILL)
+    try:
+        error = error_of(lambda: workers.ask("read"))
+        start = time.monotonic()
+        workers.close()
+        assert time.monotonic() - start < LIMIT / 2 and not workers.watcher.is_alive()
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+    assert isinstance(error, WorkerError) and f"rank {victim} was killed by SIGKILL" in str(error)
 
 
 def test_a_failing_call_comes_home_with_its_traceback():

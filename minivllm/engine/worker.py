@@ -184,7 +184,7 @@ def worker_main(
     sys.stderr.flush()
     os._exit(code)  # at once: the usual end of Python may wait for ranks that are gone
 
-# %% ../../nbs/30_engine.worker.ipynb #c80a6187
+# %% ../../nbs/30_engine.worker.ipynb #c2a8f2d7
 SETTLE_SECONDS = 0.3   # between the first end of a worker and the verdict
 FAILURE_SECONDS = 2.0  # how long an error on rank 0 waits for one that explains it
 
@@ -200,14 +200,14 @@ def cause_of(
     "What ended first, as far as can be told; the errors of those who waited for it are echoes"
     for rank, process in enumerate(processes, 1):
         if process.exitcode is not None and rank not in reports:
-            code = process.exitcode
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            return f"rank {rank} {how}"
+            code, names = process.exitcode, {int(s): s.name for s in signal.Signals}
+            by = names.get(-code, f"signal {-code}")  # not every signal has a name
+            return f"rank {rank} " + (f"was killed by {by}" if code < 0 else f"ended with code {code}")
     for rank, report in reports.items():
         return f"rank {rank} failed:\n{report}"
     return "a worker has closed its pipe"
 
-# %% ../../nbs/30_engine.worker.ipynb #0d259514
+# %% ../../nbs/30_engine.worker.ipynb #65a01980
 class Workers:
     "The processes of ranks 1, 2, ...: start them, call them, watch them, end them"
 
@@ -280,32 +280,47 @@ class Workers:
             raise WorkerError("the workers take too long to end")
 
     def watch(self):
-        "In a thread: take what the workers send, notice when one ends"
-        running, first_end = dict(zip(self.pipes, range(1, len(self.pipes) + 1))), None
+        "In a thread: look after the workers; where that fails itself, rank 0 is told so too"
+        try:
+            self.follow()
+        except BaseException:
+            self.fail(f"the thread that watches the workers failed:\n{traceback.format_exc()}")
+
+    def follow(self):
+        "Take what the workers send, notice when one ends"
+        running, first_end = dict(enumerate(self.pipes, 1)), None
         while running:
-            for pipe in connection.wait(list(running), timeout=0.1):
-                try:
-                    kind, value = pipe.recv()
-                except (EOFError, OSError):
-                    self.processes[running.pop(pipe) - 1].join(timeout=1.0)
+            # asked before the pipes are: what these have sent is in their pipes by now
+            over = {rank for rank in running if self.processes[rank - 1].exitcode is not None}
+            ready = connection.wait(list(running.values()), timeout=0.1)
+            for rank, pipe in list(running.items()):
+                if (pipe in ready and not self.receive_from(rank)) or (rank in over and pipe not in ready):
+                    del running[rank]
                     first_end = first_end or time.monotonic()
-                    continue
-                if kind == "reply":
-                    self.replies[running[pipe] - 1].put(value)
-                else:
-                    self.reports[running[pipe]] = value
-            settled = first_end and (not running or time.monotonic() > first_end + SETTLE_SECONDS)
-            if settled and self.failure is None and not self.closed:
+            if first_end and (not running or time.monotonic() > first_end + SETTLE_SECONDS):
                 self.fail(cause_of(self.processes, self.reports))
 
+    def receive_from(self, rank: int) -> bool:
+        "Take one thing that a worker has sent; False if its pipe is closed"
+        try:
+            kind, value = self.pipes[rank - 1].recv()
+        except (EOFError, OSError):
+            self.processes[rank - 1].join(timeout=1.0)
+            return False
+        if kind == "reply":
+            self.replies[rank - 1].put(value)
+        else:
+            self.reports[rank] = value
+        return True
+
     def fail(self, failure: str):
-        "Note what happened, wake up whoever waits for a rank that is gone, and end the others"
+        "Note the first failure, end all workers, and wake up whoever waits for one that is gone"
+        if self.failure is not None or self.closed:
+            return
         self.failure = failure
-        for process in self.processes:
-            process.kill()
-        for callback in self.on_failure:
-            with suppress(Exception):
-                callback()
+        for act in [*(process.kill for process in self.processes), *self.on_failure]:
+            with suppress(Exception):  # none keeps the others from their turn
+                act()
         self.failed.set()
 
     @contextmanager

@@ -209,7 +209,11 @@ def check_tied_head(
         if name != "lm_head.weight":
             continue
         on_disk = nn.Parameter(torch.empty_like(model.lm_head.weight), requires_grad=False)
-        model.lm_head.weight_loader(on_disk, tensor)
+        on_disk.weight_loader = model.lm_head.weight_loader
+        if problem := fill(on_disk, None, tensor):
+            raise CheckpointError(
+                f"{folder} doesn't fit {type(model).__name__}\nof the wrong shape or type:\n  {name}: {problem}"
+            )
         if not torch.equal(on_disk, model.lm_head.weight):
             warnings.warn(
                 f"{folder}: tie_word_embeddings is set, but lm_head.weight differs from the embedding; "

@@ -54,6 +54,8 @@ def read_rope(
         return theta, None
     # a scaling that is defined by the training length takes the model's maximum where it doesn't state one
     parameters.setdefault("original_max_position_embeddings", hf_config.max_position_embeddings)
+    if (original := read(hf_config, "original_max_position_embeddings")) is not None:
+        parameters["original_max_position_embeddings"] = original  # beside the scaling: goes before the one inside
     return theta, {"rope_type": rope_type, **parameters}
 
 # %% ../nbs/16_config.ipynb #54c9548e

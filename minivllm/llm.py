@@ -349,15 +349,19 @@ class LLM(SharedEngine):
     ) -> Iterator[RequestOutput]:
         "The output after each token, with the text so far; leaving the loop aborts the request"
         request = [prompt], [sampling_params], [priority]
+        output = None
         with self.queued(*request, final_only=False) as ((request_id,), outputs):
             while True:
                 running = self.is_running(request_id)  # asked first: an output may come meanwhile
                 if outputs:
-                    yield outputs.pop(request_id)
+                    output = outputs.pop(request_id)
+                    yield output
                 elif running:
                     self.step()
-                else:
+                elif output is not None and output.finished:
                     return
+                else:  # ended from outside: by an abort, or with the engine
+                    return self.engine.check_open()
 
     def chat(
         self,

@@ -117,7 +117,10 @@ class EngineThread(threading.Thread):
         "Every request ends with an error, each with one of its own: an error collects traces"
         news = []
         for consumer in list(self.consumers.values()):
-            self.abort(consumer)
+            try:
+                self.abort(consumer)
+            except Exception:  # it is told all the same, and so are the others
+                logger.error("request %s could not be ended in order", consumer.request_id, exc_info=True)
             error = RuntimeError(f"the request was given up: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
             news.append((consumer, error))

@@ -318,3 +318,11 @@ def test_every_rank_needs_a_gpu(monkeypatch):
     for device, size in (("cuda", 5), ("cuda:2", 3)):
         with pytest.raises(ValueError, match=f"tensor_parallel_size={size}.*4 CUDA devices"):
             check_num_gpus(device, size)
+
+
+@pytest.mark.parametrize("inside", [{}, {"original_max_position_embeddings": 32}])
+def test_a_training_length_beside_the_scaling_is_the_one_that_counts(tmp_path, inside):
+    scaling = {"rope_type": "yarn", "factor": 4.0, **inside}
+    folder = write(tmp_path, max_position_embeddings=256, original_max_position_embeddings=128, rope_scaling=scaling)
+    config = load_model_config(folder)
+    assert config.rope_scaling["original_max_position_embeddings"] == 128

@@ -253,6 +253,8 @@ def test_which_steps_are_recorded_for_short_contexts(monkeypatch):
     runner.max_model_len = 4096
     monkeypatch.setattr(runner.model_config, "hidden_size", 4096)  # whose products of two rows and more are the library's
     assert runner.short_steps() == {1: 1025}
+    monkeypatch.setattr(runner.config, "tensor_parallel_size", 2)  # whose products of two rows push their sums
+    assert runner.short_steps() == {1: 1025, 2: 513}
     monkeypatch.setattr(runner.model_config, "head_dim", 96)  # heads that it doesn't take
     assert runner.short_steps() == {}
 

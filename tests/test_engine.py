@@ -762,3 +762,69 @@ def test_steps_give_outputs_without_a_tokenizer_too(folder):
     lengths = []
     while engine.has_unfinished_requests(): lengths += [len(o.outputs[0].token_ids) for o in engine.step()]
     assert lengths == [1, 2, 3, 4]
+
+
+# what is wrong with one request, or with the model's files, harms nobody else
+
+
+@pytest.mark.parametrize("eos", [338, -1])
+def test_an_end_token_that_the_model_cannot_say_bans_nothing(tmp_path, eos, caplog):
+    folder = model_folder(tmp_path / "model", eos_token_id=eos)
+    long, prompts = SamplingParams(temperature=0.0, max_tokens=4, min_tokens=3), ([1, 2, 3], [4, 5, 6])
+
+    def answers(params):
+        engine = LLMEngine(str(folder), **T0)
+        assert all(0 <= token_id < 260 for token_id in engine.stop_token_ids)
+        for i, (prompt, p) in enumerate(zip(prompts, params)): engine.add_request(str(i), prompt, p)
+        outputs = drain(engine)
+        engine.exit()
+        return [outputs[str(i)].outputs[0].token_ids for i in range(2)]
+
+    alone = answers([GREEDY, GREEDY])
+    assert str(eos) in caplog.text
+    assert answers([long, GREEDY])[1] == alone[1]
+
+
+@pytest.mark.parametrize("name, value", [("stop", None), ("stop", ""), ("stop", 7), ("stop_token_ids", "x"), ("stop_token_ids", -1)])
+def test_a_list_that_was_changed_in_place_is_checked(engine, name, value):
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    getattr(params, name).append(value)
+    with pytest.raises(ValueError, match=name): engine.add_request("bad", [3, 4], params)
+    assert not engine.has_unfinished_requests()
+
+
+def test_a_text_that_cannot_be_made_keeps_nobody_waiting(engine, monkeypatch):
+    engine.add_request("good", [1, 2], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    engine.add_request("bad", [3, 4], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, stop=["never"]))
+
+    def broken(self, token_ids): raise MemoryError("no room for a text")
+
+    outputs = []
+    with monkeypatch.context() as patched:
+        for name in ("update", "finish"): patched.setattr("minivllm.outputs.StoppingDetokenizer." + name, broken)
+        with pytest.raises(MemoryError):
+            for _ in range(8): outputs += engine.step()
+    engine.abort_request("bad")
+    outputs += drain(engine).values()
+    assert [output.request_id for output in outputs if output.finished and output.outputs[0].finish_reason == "length"] == ["good"]
+    assert not engine.requests and not engine.has_unfinished_requests()
+
+
+def test_a_text_that_cannot_be_made_does_not_keep_the_engine_open(folder, monkeypatch):
+    engine = LLMEngine(str(folder), **T0)
+    engine.add_request("bad", [3, 4], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, stop=["never"]))
+
+    def broken(self, token_ids): raise MemoryError("no room for a text")
+
+    for name in ("update", "finish"): monkeypatch.setattr("minivllm.outputs.StoppingDetokenizer." + name, broken)
+    engine.exit()
+    assert engine.runner is None
+
+
+def test_a_forked_process_leaves_the_engine_alone(engine):
+    engine.pid += 1  # as if this process had been forked off the engine's
+    with pytest.raises(RuntimeError, match=f"belongs to process {engine.pid}"): engine.add_request("a", [1, 2], GREEDY)
+    engine.exit()
+    engine.pid -= 1
+    engine.add_request("a", [1, 2], GREEDY)
+    assert len(drain(engine)["a"].outputs[0].token_ids) == 4

@@ -280,10 +280,10 @@ def test_shares_of_a_split_are_equal_and_whole(capability, num_rows, output_size
 
 
 def test_what_is_split():
-    "On a GPU a deep and narrow product of a decode step, in half precision"
+    "On a GPU a deep and narrow product of a decode step, in bfloat16"
     with pretend_gpu(90):
         weight = torch.empty(1024, 8192, device="cuda", dtype=torch.bfloat16)
-        assert split_k(64, weight) > 1 and split_k(64, weight.half()) > 1
+        assert split_k(64, weight) > 1 and split_k(64, weight.half()) == 1
         assert split_k(64, weight.float()) == split_k(64, weight.double()) == 1
         for num_rows in (0, SPLIT_ROWS.start - 1, SPLIT_ROWS.stop, 100_000):
             assert split_k(num_rows, weight) == 1

@@ -204,7 +204,8 @@ def test_aborting_and_closing_from_within_a_stream(folder, alone):
         llm.engine.abort_request(output.request_id)
     assert len(outputs) == 1
     check_answers(llm, alone)
-    for output in llm.stream(PROMPTS[0], GREEDY): llm.close()
+    with pytest.raises(RuntimeError, match="closed"):  # or a part would look like the whole
+        for output in llm.stream(PROMPTS[0], GREEDY): llm.close()
     llm.close()
     with pytest.raises(RuntimeError, match="closed"): llm.generate("a", use_tqdm=False)
 
@@ -587,3 +588,12 @@ assert llm.generate([[1]], SamplingParams(max_tokens=3), use_tqdm=False)[0].outp
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout + done.stderr == "", done.stderr
+
+
+def test_a_stream_that_had_everything_does_not_mind_a_closed_engine(folder):
+    llm = LLM(str(folder), **T0)
+    outputs = []
+    for output in llm.stream(PROMPTS[0], GREEDY):
+        outputs.append(output)
+        if output.finished: llm.close()
+    assert outputs[-1].finished and len(outputs[-1].outputs[0].token_ids) == 8

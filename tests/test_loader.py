@@ -1,6 +1,8 @@
 "Checkpoints: everything arrives, or an error names what doesn't"
 import json
 import shutil
+import threading
+import time
 import warnings
 
 import pytest
@@ -376,3 +378,25 @@ def test_a_class_of_the_same_name_elsewhere_is_another_class():
     impostor = type("LlamaForCausalLM", (), {"__module__": "somebody.elses"})
     with pytest.raises(ValueError, match="minivllm.models.llama"): register_model("LlamaForCausalLM")(impostor)
     assert get_model_class("LlamaForCausalLM") is not impostor
+
+
+def test_models_built_in_several_threads_keep_their_dtypes():
+    from minivllm.models.loader import build_model
+    before, built, start = torch.get_default_dtype(), [], threading.Barrier(8)
+
+    class Slow(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            for i in range(40):
+                setattr(self, f"w{i}", torch.nn.Parameter(torch.empty(8, 8)))
+                time.sleep(0.0005)
+
+    def build(dtype):
+        start.wait()
+        built.append((dtype, {p.dtype for p in build_model(Slow, None, dtype, "cpu").parameters()}))
+
+    threads = [threading.Thread(target=build, args=[dtype]) for dtype in (torch.float32, torch.bfloat16) * 4]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    assert len(built) == 8 and all(found == {dtype} for dtype, found in built)
+    assert torch.get_default_dtype() is before

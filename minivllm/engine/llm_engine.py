@@ -11,13 +11,14 @@ __all__ = ['logger', 'split_prompt', 'encode_prompt', 'check_params', 'load_toke
 import copy
 import inspect
 import logging
+import os
 import random
 import signal
 import threading
 import time
 import warnings
 from collections import Counter, deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -32,7 +33,7 @@ from .sequence import Sequence
 from ..models.loader import resolve_model
 from ..outputs import CompletionOutput, Detokenizer, Logprob, RequestMetrics, RequestOutput
 from ..outputs import StoppingDetokenizer, decode, token_logprobs
-from ..sampling_params import SamplingParams, check_option_names, check_range
+from ..sampling_params import SamplingParams, check_option_names, check_range, check_sampling_option
 
 # %% ../../nbs/34_engine.llm_engine.ipynb #22b7fe6e
 def split_prompt(
@@ -83,6 +84,8 @@ def check_params(
         return SamplingParams()
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params must be a SamplingParams, not {params!r:.60}")
+    for name in ("stop", "stop_token_ids"):  # lists: what was changed inside them nobody has seen yet
+        check_sampling_option(name, getattr(params, name))
     for token_id in params.stop_token_ids:
         check_range("stop_token_ids", token_id, 0, vocab_size - 1)
     if params.stop and tokenizer is None:
@@ -337,11 +340,17 @@ class RequestBook:
                 # a token that is still on its way belongs to nobody
                 request = self.requests[self.request_ids.pop(seq.seq_id)]
                 changed[request.request_id] = request
+        failure = None
         for request in changed.values():
-            if request.is_finished:
-                self.undelivered.append(self.close_request(request, now))
-            elif not request.final_only:
-                self.undelivered.append(request.output())
+            try:
+                if request.is_finished:
+                    self.undelivered.append(self.close_request(request, now))
+                elif not request.final_only:
+                    self.undelivered.append(request.output())
+            except Exception as error:  # its text can't be made: the others have theirs first
+                failure = error
+        if failure is not None:
+            raise failure
 
     def close_request(self, request: Request, now: float) -> RequestOutput:
         "The last output of a request; the engine forgets it"
@@ -373,7 +382,7 @@ class LLMEngine(RequestBook):
         **options,   # the other fields of `EngineConfig`
     ):
         super().__init__()
-        self.runner = None
+        self.runner, self.failure, self.pid = None, None, os.getpid()
         self.config = config = EngineConfig(model, **options)
         folder = resolve_model(config.model)
         self.model_config = load_model_config(folder)
@@ -385,7 +394,9 @@ class LLMEngine(RequestBook):
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(config.tokenizer or folder, model_config.vocab_size)
         ends = end_token_ids(folder, model_config.eos_token_ids, self.tokenizer)
-        self.stop_token_ids = frozenset(ends)
+        if unknown := sorted(token_id for token_id in ends if not 0 <= token_id < model_config.vocab_size):
+            logger.warning("end tokens that %s can't say: %s of %d", folder, unknown, model_config.vocab_size)
+        self.stop_token_ids = frozenset(ends) - set(unknown)
         # the runner comes before the scheduler: only it knows how many blocks there are
         self.runner = start_runner(config, model_config, folder, self.max_model_len)
         self.workers = self.runner.workers  # the other ranks, if there are several
@@ -521,11 +532,13 @@ class LLMEngine(RequestBook):
             self.stats.batch_sizes[len(step.seqs)] += 1
             self.stats.num_prompt_tokens += in_prompt
             self.stats.num_output_tokens += len(sampled)
-            for seq in sampled:
-                if seq.sampling_params.stop:
-                    self.check_stop(self.answer_of(seq))
             logprobs = {step.seqs[i].seq_id: found for i, found in launched.logprobs().items()}
-            self.collect_outputs(sampled, finished, logprobs)
+            try:
+                for seq in sampled:
+                    if seq.sampling_params.stop:
+                        self.check_stop(self.answer_of(seq))
+            finally:  # a text that can't be made must not keep what the others got
+                self.collect_outputs(sampled, finished, logprobs)
 
     @contextmanager
     def together(self):
@@ -538,6 +551,7 @@ class LLMEngine(RequestBook):
                 yield
         finally:
             if self.workers.failure is not None:
+                self.failure = self.workers.failure
                 self.exit()
 
     def check_stop(self, answer: Answer):
@@ -564,17 +578,20 @@ class LLMEngine(RequestBook):
             return self.close_request(request, time.perf_counter())
 
     def check_open(self):
-        "Raise a RuntimeError after `exit`"
+        "Raise a RuntimeError after `exit`, and in a process that was forked off"
+        if os.getpid() != self.pid:
+            raise RuntimeError(f"the engine belongs to process {self.pid}; a forked process builds one of its own")
         if self.runner is None:
-            raise RuntimeError("the engine is closed")
+            raise RuntimeError("the engine is closed") from self.failure
 
     def exit(self):
         "Give the model and the cache back; calling it again is harmless"
-        if self.runner is None:
+        if self.runner is None or os.getpid() != self.pid:
             return
         with uninterrupted():
             for request_id in list(self.requests):
-                self.abort_request(request_id)
+                with suppress(Exception):  # of a text that can't be made, and that nobody reads
+                    self.abort_request(request_id)
             self.undelivered.clear()
             self.in_flight.clear()
             self.runner.exit()

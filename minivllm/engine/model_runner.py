@@ -559,7 +559,7 @@ class ModelRunner(StepRunner):
             return {}
         heads = self.num_kv_heads, self.model_config.head_dim
         of_device = self.dtype.itemsize, num_sms(torch.device(self.device))
-        rows = range(1, few_rows(self.model_config.hidden_size) + 1)
+        rows = range(1, few_rows(self.model_config.hidden_size, self.config.tensor_parallel_size) + 1)
         keys = {n: fused_keys(n, *heads, *of_device) for n in rows}
         return {n: most for n, most in keys.items() if 0 < most < self.max_model_len}
 

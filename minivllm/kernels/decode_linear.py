@@ -262,9 +262,10 @@ def linear_residual_triton(x, weight, residual, bias=None):
 # %% ../../nbs/14_kernels.decode_linear.ipynb #bf73bf7e
 def few_rows(
     hidden_size: int,
+    world_size: int = 1,  # of several ranks' products these kernels push the sums
 ) -> int:
     "Up to how many rows these kernels take less time than the library's products"
-    return 4 if hidden_size <= 2048 else 1
+    return 4 if hidden_size <= 2048 else 1 if world_size == 1 else 2
 
 
 def norm_linear(x, norm_weight, eps, weight, bias=None):

@@ -87,11 +87,11 @@ def good_splits(num_rows: int, output_size: int, input_size: int) -> int:
     if num_rows not in SPLIT_ROWS:
         return 1
     # a wide product fills the GPU by itself, and what each program adds up must be worth its start
-    most = min(2 * input_size // output_size, 8192 // output_size, input_size // 512)
+    most = min(2 * input_size // output_size, 8192 // output_size, input_size // 512, 4)  # none of more was measured in the engine
     if num_rows > 128 and output_size <= 6144 and input_size >= 2048:
         most = max(most, 2)  # more rows than a tile has: the library's own cuts are poorer
     splits = 1
-    while 2 * splits <= most and input_size % (128 * splits) == 0:
+    while 2 * splits <= most and input_size % (128 * splits) == 0:  # of 64 inputs each: products walk in such blocks
         splits *= 2
     return splits
 
@@ -100,8 +100,9 @@ def split_k(
     num_rows: int,
     weight: torch.Tensor,  # `[output_size, input_size]`
 ) -> int:
-    "`good_splits` of a product on a GPU in 16 bits; anywhere else 1"
-    on_gpu = weight.device.type == "cuda" and weight.element_size() == 2
+    "`good_splits` of a product on a GPU in bfloat16; anywhere else 1"
+    # in float16 a split could pass 65,504 where the sum does not
+    on_gpu = weight.device.type == "cuda" and weight.dtype == torch.bfloat16
     return good_splits(num_rows, *weight.shape) if on_gpu else 1
 
 # %% ../../nbs/07_layers.linear.ipynb #80eecb26

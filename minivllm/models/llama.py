@@ -189,10 +189,7 @@ class LlamaModel(nn.Module):
 
     def has_few_rows(self, x) -> bool:
         "Whether the step is a matter of reading the weights"
-        most = few_rows(x.shape[1])
-        if most == 1 and self.tp.world_size > 1:
-            most = 2  # these products push their sums
-        return len(x) <= most and can_launch(x.device)
+        return len(x) <= few_rows(x.shape[1], self.tp.world_size) and can_launch(x.device)
 
 # %% ../../nbs/20_models.llama.ipynb #83e79202
 @register_model("LlamaForCausalLM")

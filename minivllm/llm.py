@@ -238,7 +238,7 @@ class EngineMetrics:
 
     @property
     def prompt_tokens_per_second(self) -> float:
-        "Computed ones, so that the time is what they took"
+        "Computed ones; the seconds are those of all steps, decodes too"
         return self.num_prompt_tokens / self.seconds if self.seconds else 0.0
 
     @property

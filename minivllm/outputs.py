@@ -186,7 +186,7 @@ class RequestMetrics:
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
-    num_output_tokens: int = 0
+    num_output_tokens: int = 0  # of all answers together
     num_cached_tokens: int = 0  # prompt tokens whose K/V was found in the prefix cache
 
     def add_token(
@@ -211,7 +211,7 @@ class RequestMetrics:
 
     @property
     def time_per_output_token(self) -> float | None:
-        "Mean seconds from one output token to the next; None where there are fewer than two"
+        "Mean seconds from one output token to the next, of all answers; None where there are fewer than two"
         if self.num_output_tokens < 2:
             return None
         return (self.last_token_time - self.first_token_time) / (self.num_output_tokens - 1)

@@ -178,7 +178,7 @@ class BlockManager:
         num_computed_before: int,  # tokens that had been computed before a step
         num_computed: int | None = None,  # and after it; None: as many as are computed now
     ):
-        "Index the blocks that a step has filled: all their K/V is computed now"
+        "Index the blocks that a step fills: whoever finds them reads after it has run"
         if not self.enable_prefix_caching:
             return
         if num_computed is None:

@@ -278,7 +278,7 @@ class DecodeGraphs:
         max_blocks: int,  # of a sequence
         device: str,
         shares: bool = False,  # whether steps may share prefixes
-        logits_step=None,      # the same up to the logits; None on ranks without them
+        logits_step=None,      # the same up to the logits; returns None on ranks without them
         max_context_len: int | None = None,  # of a sequence, ever; None: not known
         short_keys: dict | None = None,  # rows -> tokens: recorded once more for contexts of up to so many
     ):

@@ -246,7 +246,7 @@ def new_detokenizer(
 class EngineStats:
     "What the engine has done since it was built"
     num_steps: int = 0
-    num_prompt_tokens: int = 0  # prompt tokens computed, not those found in the prefix cache
+    num_prompt_tokens: int = 0  # computed, after a preemption once more; not those found in the cache
     num_cached_tokens: int = 0  # those found there
     num_output_tokens: int = 0
     num_requests: int = 0       # ended, for whatever reason

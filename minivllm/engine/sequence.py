@@ -53,7 +53,7 @@ class Sequence:
         self.max_num_tokens = self.num_prompt_tokens + sampling_params.max_tokens
         self.status = SequenceStatus.WAITING
         self.finish_reason = None      # "stop", "length", "abort" or "error", once finished
-        self.stop_reason = None        # what ended it: a token that the request named, an error's cause
+        self.stop_reason = None        # what ended it: a token or a string that the request named, an error's cause
         self.num_computed_tokens = 0   # tokens whose K/V is in its blocks
         self.num_cached_tokens = 0     # of these, found there when it was first admitted
         self.num_unknown_tokens = 0    # at the end of token_ids: still being computed

@@ -144,7 +144,9 @@ class SharedEngine:
     def is_running(self, request_id: str) -> bool:
         "Whether more may come; while somebody is at work in the engine, that is not decided yet"
         with self.lock:
-            return request_id in self.engine.requests
+            # a step that Ctrl-C has interrupted may still hold its last output
+            held = any(output.request_id == request_id for output in self.engine.undelivered)
+            return held or request_id in self.engine.requests
 
 # %% ../nbs/35_llm.ipynb #0b6ff63a
 class ThroughputBar:

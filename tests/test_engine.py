@@ -136,6 +136,8 @@ def test_the_chat_template_names_one_too(tmp_path):
     "{{ raise_exception('not in this house') }}",
     "{% for m in messages %}{{ m['content'] }}\n{% endfor %}",  # ends turns with a newline, which is no end of an answer
     "{% for m in messages %}{{ m['role'] }}{% endfor %}",  # without the answer
+    "{% for m in messages if m['role'] == 'user' %}<bos>{{ m['content'] }}{% endfor %}",  # no answer in it
+    "{% for m in messages %}<bos>{{ m['content'] | upper }}<eot>{% endfor %}",
 ])
 def test_templates_that_name_none(template):
     assert chat_end_token_ids(byte_tokenizer(chat_template=template)) == []

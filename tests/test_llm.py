@@ -597,3 +597,21 @@ def test_a_stream_that_had_everything_does_not_mind_a_closed_engine(folder):
         outputs.append(output)
         if output.finished: llm.close()
     assert outputs[-1].finished and len(outputs[-1].outputs[0].token_ids) == 8
+
+
+def test_an_interrupt_while_a_step_is_noted_loses_nothing_of_others(llm):
+    "Ctrl-C in one call, just when another's request has ended: its last output still comes"
+    stream = llm.stream("one", SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    first, resolve = next(stream), llm.engine.scheduler.resolve
+
+    def pressed(step, token_ids):
+        finished = resolve(step, token_ids)
+        if any(seq.seq_id == 0 for seq in finished): signal.raise_signal(signal.SIGINT)
+        return finished
+
+    llm.engine.scheduler.resolve = pressed
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("two", SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), use_tqdm=False)
+    llm.engine.scheduler.resolve = resolve
+    last = [first, *stream][-1]
+    assert last.finished and len(last.outputs[0].token_ids) == 4

@@ -127,7 +127,10 @@ def chat_end_token_ids(
         text = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception:  # a template may refuse any conversation, in its own words
         return []
-    after = tokenizer.encode(text.rpartition(answer)[2].lstrip(), add_special_tokens=False)
+    _, found, after = text.rpartition(answer)
+    if not found:  # written in some other way, or not at all
+        return []
+    after = tokenizer.encode(after.lstrip(), add_special_tokens=False)
     # models list few of their special tokens by name; the tokenizer's own file marks them all
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     special.update(tokenizer.all_special_ids)

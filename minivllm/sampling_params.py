@@ -115,9 +115,8 @@ def check_sampling_options(options: dict):
     n, least, most = (options[name] for name in ("n", "min_tokens", "max_tokens"))
     if least > most:
         raise ValueError(f"min_tokens={least}: must be at most max_tokens={most}")
-    greedy = [f"{name}={value}" for name, value in (("temperature", 0), ("top_k", 1)) if options[name] == value]
-    if n > 1 and greedy:
-        raise ValueError(f"n={n}: must be 1 where {greedy[0]}, as all answers would be the same")
+    if n > 1 and options["temperature"] == 0:
+        raise ValueError(f"n={n}: must be 1 where temperature=0, as all answers would be the same")
 
 # %% ../nbs/09_sampling_params.ipynb #f8d66c32
 @dataclass(kw_only=True)

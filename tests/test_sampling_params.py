@@ -74,7 +74,7 @@ INVALID = {
 def test_valid_values_are_stored(options):
     if options.get("min_tokens", 0) > options.get("max_tokens", 16):
         options["max_tokens"] = options["min_tokens"]
-    if options.get("temperature") == 0 or options.get("top_k") == 1:
+    if options.get("temperature") == 0:
         options.pop("n", None)
     params = SamplingParams(**options)
     for name, value in options.items():
@@ -90,8 +90,6 @@ def test_valid_values_are_stored(options):
         (dict(min_tokens=16), dict(max_tokens=15), "min_tokens=16: must be at most max_tokens=15"),
         (dict(n=2), dict(temperature=0), "n=2: must be 1 where temperature=0"),
         (dict(temperature=0), dict(n=3), "n=3: must be 1 where temperature=0"),
-        (dict(n=2), dict(top_k=1), "n=2: must be 1 where top_k=1"),
-        (dict(top_k=1), dict(n=3), "n=3: must be 1 where top_k=1"),
     ],
 )
 def test_options_that_do_not_go_together(options, change, message):

@@ -585,7 +585,7 @@ class LLMEngine(RequestBook):
         if os.getpid() != self.pid:
             raise RuntimeError(f"the engine belongs to process {self.pid}; a forked process builds one of its own")
         if self.runner is None:
-            raise RuntimeError("the engine is closed") from self.failure
+            raise RuntimeError("the engine is closed" + (f": {self.failure}" if self.failure else ""))
 
     def exit(self):
         "Give the model and the cache back; calling it again is harmless"

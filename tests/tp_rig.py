@@ -153,7 +153,7 @@ def split_norms(tp, names, steps, late):
     return results
 
 
-@mock.patch.object(distributed, "PUSH_NUMBERS", 24)  # the interpreter is slow
+@mock.patch.object(distributed, "PUSH_NUMBERS", distributed.PUSH_BLOCK)  # the interpreter is slow; a count for each block of them
 @mock.patch("minivllm.layers.linear.split_k", lambda num_rows, weight: 4)
 def split_layers(tp, names, steps):
     "What a layer whose product may be split adds to the stream, with peers and without; whether it was split"
